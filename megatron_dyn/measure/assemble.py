@@ -1,0 +1,145 @@
+"""From slots to a Sample on one rank, and from all ranks' Samples to the one Snapshot that every rank shares.
+
+Both directions are pure. Over replicas of a stage the largest reading counts: a stage is as slow as its slowest replica.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_dyn.measure.recorder import Kind, Slot
+from megatron_dyn.ports import JobError
+from megatron_dyn.records import Cost, Layout, Sample, Snapshot, StageReading
+
+
+class AssembleError(JobError):
+    """Samples that do not make one Snapshot; the message names rank and layer, expected and actual."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a rank stands and what its stage holds."""
+
+    global_rank: int
+    pp_rank: int
+    layers: tuple[int, ...]
+    has_embedding: bool
+    has_head: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of the pieces on this rank, times left at zero."""
+
+    layers: Mapping[int, Cost]
+    embedding: Cost
+    head: Cost
+
+
+def make_sample(
+    position: Position,
+    medians: Mapping[Slot, float],
+    footprint: Footprint,
+    *,
+    iteration: int,
+    num_steps: int,
+    num_microbatches: int,
+    step_seconds: float,
+) -> Sample:
+    """One rank's Sample from the medians per step of its window."""
+
+    def timed(cost: Cost, kind: Kind, layer: int = -1) -> Cost:
+        forward, backward = (medians.get(Slot(kind, layer, side), 0.0) / num_microbatches for side in (False, True))
+        return replace(cost, forward_seconds=forward, backward_seconds=backward)
+
+    other = sum(medians.get(Slot(Kind.OTHER, backward=side), 0.0) for side in (False, True))
+    return Sample(
+        global_rank=position.global_rank,
+        pp_rank=position.pp_rank,
+        iteration=iteration,
+        num_steps=num_steps,
+        num_microbatches=num_microbatches,
+        layers=tuple((layer, timed(footprint.layers[layer], Kind.LAYER, layer)) for layer in position.layers),
+        embedding=timed(footprint.embedding, Kind.EMBEDDING) if position.has_embedding else None,
+        head=timed(footprint.head, Kind.HEAD) if position.has_head else None,
+        other_seconds=other / num_microbatches,
+        wait_seconds=medians.get(Slot(Kind.WAIT), 0.0),
+        optimizer_seconds=medians.get(Slot(Kind.OPTIMIZER), 0.0),
+        step_seconds=step_seconds,
+    )
+
+
+def assemble(samples: Sequence[Sample], layout: Layout) -> Snapshot:
+    """The Snapshot of all ranks' samples (any order; same result on every rank).
+
+    Raises AssembleError when a layer is missing, is on a stage that `layout` does not give it, or when ranks measured
+    different numbers of micro-batches or different iterations.
+    """
+    for name in ("iteration", "num_microbatches"):
+        ranks: dict[int, list[int]] = {}
+        for sample in samples:
+            ranks.setdefault(getattr(sample, name), []).append(sample.global_rank)
+        if len(ranks) != 1:
+            told = "; ".join(f"{value} on ranks {sorted(where)}" for value, where in sorted(ranks.items()))
+            raise AssembleError(f"ranks measured different {name}: {told}")
+    if missing_stages := sorted(set(range(layout.num_stages)) - {sample.pp_rank for sample in samples}):
+        raise AssembleError(f"no rank measured stages {missing_stages} of layout {layout.text!r}")
+    layers: list[Cost | None] = [None] * layout.num_layers
+    for sample in samples:
+        expected = layout.layers_of_stage(sample.pp_rank)
+        actual = tuple(layer for layer, _ in sample.layers)
+        if actual != expected:
+            raise AssembleError(
+                f"rank {sample.global_rank} (stage {sample.pp_rank}) measured layers {list(actual)}, "
+                f"the layout {layout.text!r} gives it {list(expected)}"
+            )
+        for layer, cost in sample.layers:
+            layers[layer] = _largest([cost, layers[layer] or Cost()])
+    missing = [layer for layer, cost in enumerate(layers) if cost is None]
+    if missing:
+        raise AssembleError(f"no rank measured layers {missing} of layout {layout.text!r}")
+    return Snapshot(
+        iteration=samples[0].iteration,
+        layout=layout,
+        layers=tuple(cost for cost in layers if cost is not None),
+        embedding=_largest([sample.embedding for sample in samples if sample.embedding]),
+        head=_largest([sample.head for sample in samples if sample.head]),
+        other_seconds=max(sample.other_seconds for sample in samples),
+        stages=tuple(
+            _read_stage([sample for sample in samples if sample.pp_rank == pp_rank]) for pp_rank in range(layout.num_stages)
+        ),
+        step_seconds=max(sample.step_seconds for sample in samples),
+        num_microbatches=samples[0].num_microbatches,
+    )
+
+
+def _largest(costs: Sequence[Cost]) -> Cost:
+    """Field by field, the largest over replicas."""
+    return Cost(
+        forward_seconds=max((cost.forward_seconds for cost in costs), default=0.0),
+        backward_seconds=max((cost.backward_seconds for cost in costs), default=0.0),
+        state_bytes=max((cost.state_bytes for cost in costs), default=0),
+        activation_bytes=max((cost.activation_bytes for cost in costs), default=0),
+        moved_bytes=max((cost.moved_bytes for cost in costs), default=0),
+    )
+
+
+def _read_stage(replicas: Sequence[Sample]) -> StageReading:
+    """The slowest replica of one stage, by busy time."""
+
+    def pieces(sample: Sample) -> list[Cost]:
+        return [cost for _, cost in sample.layers] + [cost for cost in (sample.embedding, sample.head) if cost]
+
+    def slowness(sample: Sample) -> tuple[float, int]:
+        # The rank breaks ties, so that the order of the samples does not matter.
+        return sum(cost.seconds for cost in pieces(sample)) + sample.other_seconds, sample.global_rank
+
+    slowest = max(replicas, key=slowness)
+    costs = pieces(slowest)
+    return StageReading(
+        forward_seconds=sum(cost.forward_seconds for cost in costs) + slowest.other_seconds,
+        backward_seconds=sum(cost.backward_seconds for cost in costs),
+        wait_seconds=slowest.wait_seconds,
+        optimizer_seconds=max(sample.optimizer_seconds for sample in replicas),
+        state_bytes=sum(cost.state_bytes for cost in costs),
+        activation_bytes=sum(cost.activation_bytes for cost in costs),
+    )
