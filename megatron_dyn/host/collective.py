@@ -1,0 +1,38 @@
+"""The control plane on torch.distributed: small objects over a gloo group of its own, with its own timeout."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_dyn.ports import CollectiveTimeout
+
+
+class GlooCollective:
+    """Implements ports.Collective. One per training loop: it owns one process group, made once and kept."""
+
+    def __init__(self, *, timeout_seconds: float) -> None:
+        """All ranks must construct it together, after the default group exists."""
+        self._timeout_seconds = timeout_seconds
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    @property
+    def rank(self) -> int:
+        """See ports.Collective."""
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        """See ports.Collective."""
+        return dist.get_world_size()
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """See ports.Collective."""
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise CollectiveTimeout(
+                f"rank {self.rank}: {what}: a rank did not answer within {self._timeout_seconds:g} s or is gone: {error}"
+            ) from error
+        return values

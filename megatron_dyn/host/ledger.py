@@ -1,0 +1,27 @@
+"""Every place where the plugin reaches into its host, in one list: what docs/seams.md shows and the contract tests check."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_dyn.host import grad_norm
+from megatron_dyn.host.cpu.megatron_rows import MEGATRON_ROWS
+from megatron_dyn.host.cpu.optimizer_rows import OPTIMIZER_ROWS
+from megatron_dyn.host.cpu.torch_rows import TORCH_ROWS
+from megatron_dyn.host.driver import JobDriver
+from megatron_dyn.host.hooks import StepProfiler
+from megatron_dyn.host.rows import HOST_ROWS
+from megatron_dyn.host.seams import Seam
+
+
+def ledger() -> Mapping[str, tuple[Seam, ...]]:
+    """The rows by when they are in force. Nothing is applied; the objects behind the wraps are stand-ins."""
+    nobody: Any = SimpleNamespace()
+    driver = JobDriver(nobody, layout_text="", make_rounds=lambda model, optimizer: nobody, open_losses=None)
+    return {
+        "while layers may move": (*driver.rows(), grad_norm.seam()),
+        "during a sampled step": StepProfiler(nobody, nobody, nobody).seams(),
+        "in every run of pretrain_gpt_dynamic.py": HOST_ROWS,
+        "on a machine without a GPU: Megatron": (*MEGATRON_ROWS, *OPTIMIZER_ROWS),
+        "on a machine without a GPU: torch": TORCH_ROWS,
+    }
