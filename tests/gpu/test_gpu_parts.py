@@ -1,0 +1,73 @@
+"""The GPU twins of what the CPU tests prove: events as clock, checksum and codec on the device, the allocator's meter."""
+
+import pytest
+import torch
+
+from megatron_dyn.host.activations import AllocatorMeter
+from megatron_dyn.host.clock import CudaEventClock
+from megatron_dyn.host.grad_norm import exact_norm
+from megatron_dyn.measure import Kind, Recorder, Slot
+from megatron_dyn.migrate import Key, LayerState, checksum, pack, unpack, verify
+
+pytestmark = pytest.mark.gpu
+
+
+def work(num_rounds):
+    matrix = torch.randn(2048, 2048, device="cuda")
+    for _ in range(num_rounds):
+        matrix = matrix @ matrix / 2048
+    return matrix
+
+
+def test_events_time_the_device_and_nothing_waits_before_settle():
+    work(4)
+    recorder = Recorder(CudaEventClock())
+    recorder.begin()
+    recorder.switch(Slot(Kind.LAYER, 0))
+    work(40)
+    recorder.switch(Slot(Kind.LAYER, 1))
+    work(10)
+    seconds = recorder.end(1).seconds
+    assert seconds[Slot(Kind.LAYER, 0)] > 2 * seconds[Slot(Kind.LAYER, 1)] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_layer_survives_the_codec_on_the_device(dtype):
+    weight = (torch.randn(257, 33, device="cuda") * 100).to(dtype)
+    state = LayerState(layer=3, tensors={Key("parameter", "weight"): weight, Key("buffer", "step"): torch.zeros(())})
+    manifest, buffer = pack(state)
+    assert buffer.is_cuda
+    assert verify(manifest, buffer.clone()) is None
+    assert torch.equal(unpack(manifest, buffer).tensors[Key("parameter", "weight")], weight)
+
+
+def test_a_flipped_bit_changes_the_checksum_on_the_device():
+    buffer = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda")
+    before = checksum(buffer)
+    for place in (0, 12_345, buffer.numel() - 1):
+        buffer[place] ^= 1
+        assert checksum(buffer) != before
+        buffer[place] ^= 1
+    assert checksum(buffer) == before
+
+
+def test_swapped_words_change_the_checksum_on_the_device():
+    buffer = torch.arange(64, dtype=torch.int32, device="cuda").view(torch.uint8)
+    swapped = buffer.view(torch.int32).flip(0).contiguous().view(torch.uint8)
+    assert checksum(buffer) != checksum(swapped)
+
+
+def test_the_meter_sees_what_the_allocator_gives():
+    meter = AllocatorMeter()
+    slot = Slot(Kind.LAYER, 0)
+    with meter.weighing(lambda: slot):
+        kept = torch.empty(1 << 20, device="cuda")
+        meter.note(slot)
+    assert meter.done
+    assert meter.bytes_by_slot[slot] >= kept.numel() * 4
+
+
+def test_the_exact_norm_is_that_of_the_whole():
+    gradient = torch.randn(1 << 20, device="cuda", dtype=torch.float64)
+    parts = [float(part.square().sum()) for part in gradient.split(12_345)]
+    assert exact_norm(parts) == pytest.approx(float(gradient.norm()), rel=1e-7)  # one rounding to fp32
