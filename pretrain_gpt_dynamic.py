@@ -8,14 +8,24 @@ PYTHONPATH), its `megatron/` is used instead.
 """
 
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 
 from megatron_dyn.args import add_dyn_args
 from megatron_dyn.host.compat import HostError
 from megatron_dyn.host.pretrain import main
-from megatron_dyn.installer import install_or_exit
+
+
+def install(args: Namespace) -> Callable[[], None]:
+    """Put the plugin into the job that is about to start; returns what takes it out again."""
+    # Not at the top: it imports Megatron, whose release `main` checks first.
+    from megatron_dyn.installer import install_or_exit
+
+    return install_or_exit(args)
+
 
 if __name__ == "__main__":
     try:
-        main(extra_args_providers=[add_dyn_args], before_training=install_or_exit)
+        main(extra_args_providers=[add_dyn_args], before_training=install)
     except HostError as error:
         sys.exit(f"pretrain_gpt_dynamic.py: error: {error}")
