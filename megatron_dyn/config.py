@@ -2,10 +2,10 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from megatron_dyn.records import Layout, LayoutError
+from megatron_dyn.records import Chunk, Layout, LayoutError
 
 
 class ConfigError(ValueError):
@@ -179,7 +179,7 @@ class DynConfig:
                     f"--dyn-layout-at {forced.iteration}: expected {num_stages} stages (virtual stages cannot "
                     f"be moved), got {len(layout.chunks)} in {forced.text!r}"
                 )
-            if layout.with_counts(built.counts) != built:
+            if _ends(layout) != _ends(built):
                 raise ConfigError(
                     f"--dyn-layout-at {forced.iteration}: expected E, m and L on the stages of {built.text!r}, "
                     f"got {forced.text!r} (only decoder layers move)"
@@ -191,3 +191,8 @@ class DynConfig:
                 )
             layouts[forced.iteration] = layout
         return layouts
+
+
+def _ends(layout: Layout) -> list[Chunk]:
+    """What does not move, by chunk."""
+    return [replace(chunk, num_layers=0) for chunk in layout.chunks]

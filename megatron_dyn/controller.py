@@ -156,7 +156,11 @@ class Controller:
             self._report_measured()
         self._pending = None
         for sink in self._crew.sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as error:
+                # What a full disk did not take at the last write is tried again here.
+                logger.error("a report could not be closed: %s", error)
 
     def _wants_sample(self, step: int) -> bool:
         if not self._config.rebalances or not self._step_times.warm:
@@ -292,8 +296,8 @@ class Controller:
             moving_seconds=figures.moving_seconds,
         )
         self._measuring_seconds = 0.0
-        if rebuilt is not None:
-            self._pending = report if committed else None
+        if committed:
+            self._pending = report
         self._write(report)
         self._enter(State.REPORTED)
         self._enter(State.IDLE)

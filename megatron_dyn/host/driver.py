@@ -162,10 +162,15 @@ class JobDriver:
         return post_training_step_callbacks
 
     def _close(self) -> None:
-        for open_thing in (self._rounds, self._losses):
-            if open_thing is not None:
-                open_thing.close()
+        rounds, losses = self._rounds, self._losses
         self._rounds = self._losses = None
+        for open_thing in (rounds, losses):
+            try:
+                if open_thing is not None:
+                    open_thing.close()
+            except OSError as error:
+                # What a full disk did not take at the last write is tried again here; Megatron has its last save to do.
+                logger.error("a report could not be closed: %s", error)
 
 
 def _holds_the_loss() -> bool:

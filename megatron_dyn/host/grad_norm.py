@@ -60,7 +60,7 @@ def _gather_squares(grads: Sequence[torch.Tensor], group: dist.ProcessGroup | No
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
     # In chunks of a fixed size, so that the fp64 copy stays small; they depend on the parameter alone, not on its place.
     chunks = [chunk for grad in grads for chunk in grad.detach().reshape(-1).split(_CHUNK)]
-    squares = [chunk.double().square_().sum() for chunk in chunks]
+    squares = [chunk.double().square().sum() for chunk in chunks]
     mine = torch.stack(squares).to(device) if squares else torch.zeros(0, dtype=torch.float64, device=device)
     num_ranks = dist.get_world_size(group)
     counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks)]

@@ -83,7 +83,7 @@ def assemble(samples: Sequence[Sample], layout: Layout) -> Snapshot:
             raise AssembleError(f"ranks measured different {name}: {told}")
     if missing_stages := sorted(set(range(layout.num_stages)) - {sample.pp_rank for sample in samples}):
         raise AssembleError(f"no rank measured stages {missing_stages} of layout {layout.text!r}")
-    layers: list[Cost | None] = [None] * layout.num_layers
+    layers = [Cost()] * layout.num_layers
     for sample in samples:
         expected = layout.layers_of_stage(sample.pp_rank)
         actual = tuple(layer for layer, _ in sample.layers)
@@ -93,14 +93,11 @@ def assemble(samples: Sequence[Sample], layout: Layout) -> Snapshot:
                 f"the layout {layout.text!r} gives it {list(expected)}"
             )
         for layer, cost in sample.layers:
-            layers[layer] = _largest([cost, layers[layer] or Cost()])
-    missing = [layer for layer, cost in enumerate(layers) if cost is None]
-    if missing:
-        raise AssembleError(f"no rank measured layers {missing} of layout {layout.text!r}")
+            layers[layer] = _largest([cost, layers[layer]])
     return Snapshot(
         iteration=samples[0].iteration,
         layout=layout,
-        layers=tuple(cost for cost in layers if cost is not None),
+        layers=tuple(layers),
         embedding=_largest([sample.embedding for sample in samples if sample.embedding]),
         head=_largest([sample.head for sample in samples if sample.head]),
         other_seconds=max(sample.other_seconds for sample in samples),

@@ -6,25 +6,29 @@ import pytest
 
 from tests.distributed.plugin_run import run
 
-NUM_LAYERS = 8
+NUM_LAYERS = 6
 NUM_STEPS = 60
 NUM_MOVES = 10
+START = {2: [3, 3], 4: [1, 2, 2, 1]}
 
 
 def random_layouts(num_stages: int, seed: int) -> str:
     """Ten different layouts at ten random steps, every one different from the one before."""
     draw = random.Random(seed)
     steps = sorted(draw.sample(range(1, NUM_STEPS), NUM_MOVES))
-    counts = [NUM_LAYERS // num_stages] * num_stages
+    counts = START[num_stages]
     items = []
     for step in steps:
         before = counts
         while counts == before:
             borders = sorted(draw.sample(range(1, NUM_LAYERS), num_stages - 1))
             counts = [end - start for start, end in zip([0, *borders], [*borders, NUM_LAYERS], strict=True)]
-        chunks = [f"t*{count}" for count in counts]
-        items.append(f"{step}:E{'|'.join(chunks)}L")
+        items.append(f"{step}:{layout_text(counts)}")
     return ";".join(items)
+
+
+def layout_text(counts: list[int]) -> str:
+    return f"E{'|'.join(f't*{count}' for count in counts)}L"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -33,12 +37,13 @@ def random_layouts(num_stages: int, seed: int) -> str:
 def test_sixty_steps_with_ten_moves_equal_sixty_steps_without(world_size, num_stages, tied, precision):
     flags = {
         "pipeline_model_parallel_size": num_stages,
+        "pipeline_model_parallel_layout": layout_text(START[num_stages]),
         "num_layers": NUM_LAYERS,
         "train_iters": NUM_STEPS,
         "lr_warmup_iters": 5,
         "lr_decay_style": "cosine",
         "clip_grad": 0.5,
-        "global_batch_size": 4 * world_size // num_stages,
+        "global_batch_size": 2 * world_size // num_stages,
         "micro_batch_size": 1,
         "seq_length": 16,
         "bf16": precision == "bf16",

@@ -52,6 +52,8 @@ BAD = [
     ("--dyn-cooldown-steps -1", "got -1"),
     ("--dyn-stage-memory-gib 0", "got 0"),
     ("--dyn-stage-memory-gib -2", "got -2"),
+    ("--dyn-stage-memory-gib nan", "got nan"),
+    ("--dyn-stage-memory-gib inf", "got inf"),
     ("--dyn-profile-interval 0", "got 0"),
     ("--dyn-profile-window 0", "got 0"),
     ("--dyn-profile-warmup -1", "got -1"),

@@ -14,9 +14,11 @@ from megatron_dyn.config import (
     RebalanceMode,
     RebalancePolicy,
 )
+from megatron_dyn.records import Layout
 
 AUTO = RebalancePolicy(mode=RebalanceMode.AUTO)
 FORCED = (ForcedLayout(iteration=3, text="Ett|ttL"),)
+BUILT = Layout.contiguous([2, 2])
 
 
 @pytest.mark.parametrize(
@@ -132,9 +134,9 @@ def test_what_follows_from_the_settings(
 
 
 def test_forced_layouts_become_layouts() -> None:
-    """By iteration, checked against the model."""
+    """By iteration, checked against what Megatron builds."""
     config = DynConfig(layout_at=ForcedLayout.parse_all("3:Ett|ttL;8:Et*3|tL"))
-    layouts = config.forced_layouts(num_layers=4, num_stages=2)
+    layouts = config.forced_layouts(built=BUILT)
     assert {iteration: layout.counts for iteration, layout in layouts.items()} == {3: (2, 2), 8: (3, 1)}
 
 
@@ -152,16 +154,49 @@ def test_forced_layouts_that_cannot_be_are_refused(text: str, message: str) -> N
     """The flag with its iteration, and the layout's own line."""
     config = DynConfig(layout_at=(ForcedLayout(iteration=7, text=text),))
     with pytest.raises(ConfigError) as caught:
-        config.forced_layouts(num_layers=4, num_stages=2)
+        config.forced_layouts(built=BUILT)
     assert str(caught.value).startswith("--dyn-layout-at 7: ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("built", "text"),
+    [
+        ("Ett|tt|L", "Ett|ttL|"),
+        ("Ett|ttL|", "Ett|tt|L"),
+        ("|Ett|ttL", "Ett|t|tL"),
+        ("Ett|t|tmL", "Ett|t|tL"),
+        ("Ett|t|tL", "Ett|t|tmL"),
+        ("Ett|t|tm*2L", "Ett|t|tmL"),
+        ("Ett|tt|mL", "Ett|ttm|L"),
+        ("Et*3|t*3|t*2L", "Et*4|t*4L|"),
+        ("E|t|t|t|t|tL", "Ett|t|ttL"),
+    ],
+)
+def test_forced_layouts_that_move_an_end_are_refused_with_both_layouts(built: str, text: str) -> None:
+    """Only decoder layers move: embedding, MTP and head stay where Megatron built them."""
+    forced = (ForcedLayout(iteration=7, text=text),)
+    config = DynConfig(layout_at=forced, decide=DecideConfig(allow_empty_stages=True))
+    with pytest.raises(ConfigError) as caught:
+        config.forced_layouts(built=Layout.parse(built, 3))
+    assert str(caught.value).startswith("--dyn-layout-at 7: expected E, m and L on the stages of ")
+    assert repr(Layout.parse(built, 3).text) in str(caught.value)
+    assert f"got {text!r} (only decoder layers move)" in str(caught.value)
+
+
+@pytest.mark.parametrize(("built", "text"), [("Ett|t|tm*2L", "Et|t|ttmmL"), ("Ett|tt|L", "Et|ttt|L"), ("|Ett|ttL", "|Et|tttL")])
+def test_forced_layouts_that_keep_the_ends_of_an_uneven_job_are_taken(built: str, text: str) -> None:
+    """Ends need not be where a plain job has them."""
+    forced = (ForcedLayout(iteration=7, text=text),)
+    config = DynConfig(layout_at=forced, decide=DecideConfig(allow_empty_stages=True))
+    assert config.forced_layouts(built=Layout.parse(built, 3)) == {7: Layout.parse(text, 3)}
 
 
 def test_empty_stages_can_be_allowed() -> None:
     """By the flag that the refusal names."""
     forced = (ForcedLayout(iteration=7, text="Et*4|L"),)
     config = DynConfig(layout_at=forced, decide=DecideConfig(allow_empty_stages=True))
-    assert config.forced_layouts(num_layers=4, num_stages=2)[7].counts == (4, 0)
+    assert config.forced_layouts(built=BUILT)[7].counts == (4, 0)
 
 
 def test_settings_do_not_change() -> None:

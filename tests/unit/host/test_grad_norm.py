@@ -77,8 +77,9 @@ class TestSeam:
             assert norm(grads) == norm(grads[::-1]) == expected
             assert isinstance(norm(grads), float)
 
-    def test_gradients_stay_as_they_are(self, norm):
-        grads = gradients(2)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    def test_gradients_stay_as_they_are(self, norm, dtype):
+        grads = gradients(2, dtype=dtype)
         before = [grad.clone() for grad in grads]
         norm(grads)
         assert all(torch.equal(grad, old) for grad, old in zip(grads, before, strict=True))

@@ -82,14 +82,19 @@ class Stage:
 
     def state(self):
         """All that training depends on, as plain numbers by layer and parameter."""
-        found = {}
+        found, states = {}, self.editor.export(self.parameters())
         for layer, module in self.layers.items():
             for name, parameter in module.named_parameters():
-                state = self.editor.export(parameter)
+                state = states[parameter]
                 main = None if state.main is None else state.main.tolist()
                 moments = {key: value.tolist() for key, value in state.tensors.items()}
                 found[layer, name] = (parameter.tolist(), state.membership, main, moments, dict(state.numbers))
         return found
+
+
+def state_of(stage, parameter):
+    (state,) = stage.editor.export([parameter]).values()
+    return state
 
 
 def travel(state):
@@ -104,7 +109,8 @@ def move(layer, source, destination):
     """Take a layer with its state from one stage to the other, as the store does."""
     old, new = source.layers[layer], Layer(layer, source.half)
     new.load_state_dict(old.state_dict())
-    added = {parameter: travel(source.editor.export(getattr(old, name))) for name, parameter in new.named_parameters()}
+    states = source.editor.export(old.parameters())
+    added = {parameter: travel(states[getattr(old, name)]) for name, parameter in new.named_parameters()}
     del source.layers[layer]
     source.editor.edit(removed=list(old.parameters()), added={}, order=source.parameters())
     destination.layers[layer] = new
@@ -165,7 +171,7 @@ def test_parameters_that_stay_keep_their_very_tensors(half):
     second.step(0)
 
     def identities():
-        states = [first.editor.export(parameter) for parameter in first.layers[0].parameters()]
+        states = first.editor.export(first.layers[0].parameters()).values()
         return [(id(state.main), {name: id(tensor) for name, tensor in state.tensors.items()}) for state in states]
 
     before = identities()
@@ -178,7 +184,7 @@ def test_nothing_of_a_layer_that_left_is_kept(half):
     first, second = Stage([0, 1], half=half), Stage([2], half=half)
     first.step(0)
     weight = first.layers[1].weight
-    gone = [weakref.ref(weight), weakref.ref(first.editor.export(weight).main if half else weight)]
+    gone = [weakref.ref(weight), weakref.ref(state_of(first, weight).main if half else weight)]
     del weight
     move(1, first, second)
     gc.collect()
@@ -186,10 +192,38 @@ def test_nothing_of_a_layer_that_left_is_kept(half):
     assert len(first.optimizer.optimizer.state) == 3
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_states_come_by_parameter_for_those_asked_for_alone_and_live(half):
+    stage = Stage([0, 1], half=half)
+    stage.step(0)
+    asked = [stage.layers[1].scale, stage.layers[0].weight]
+    states = stage.editor.export(parameter for parameter in asked)
+    assert list(states) == asked
+    assert [state.membership for state in states.values()] == [Membership(0, BIASES), Membership(0, WEIGHTS)]
+    before = [state.tensors["exp_avg"].clone() for state in states.values()]
+    stage.step(1)
+    assert not any(torch.equal(state.tensors["exp_avg"], old) for state, old in zip(states.values(), before, strict=True))
+    assert stage.editor.export([]) == {}
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_an_order_that_lacks_a_member_is_refused_with_both_numbers(half):
+    stage = Stage([0, 1], half=half)
+    with pytest.raises(ValueError, match=r"optimizer: expected 6 parameters in the model's order, got 5"):
+        stage.editor.edit(removed=[], added={}, order=stage.parameters()[1:])
+
+
+def test_an_order_may_name_parameters_that_are_not_optimised():
+    stage, frozen = Stage([0]), torch.nn.Parameter(torch.zeros(2))
+    before = stage.lists()
+    stage.editor.edit(removed=[], added={}, order=[frozen, *stage.parameters()])
+    assert stage.lists() == before
+
+
 def test_a_parameter_the_optimizer_does_not_know_is_refused():
     stage, stranger = Stage([0]), torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(KeyError):
-        stage.editor.export(stranger)
+        stage.editor.export([*stage.parameters(), stranger])
     with pytest.raises(KeyError):
         stage.editor.edit(removed=[stranger], added={}, order=stage.parameters())
 
@@ -198,10 +232,10 @@ def test_the_fp32_copy_that_arrives_is_known_to_megatron_as_its_own_would_be():
     first, second = Stage([0, 1], half=True), Stage([2], half=True)
     move(1, first, second)
     parameter = second.layers[1].weight
-    main = second.editor.export(parameter).main
+    main = state_of(second, parameter).main
     assert parameter.main_param is main
     assert main.dtype is torch.float32
-    assert second.editor.export(second.layers[1].scale).main is None
+    assert state_of(second, second.layers[1].scale).main is None
 
 
 def test_attributes_by_which_megatron_sorts_parameters_reach_the_fp32_copy():
@@ -209,16 +243,17 @@ def test_attributes_by_which_megatron_sorts_parameters_reach_the_fp32_copy():
     parameter.tensor_model_parallel, parameter.shared = True, True
     state = ParameterState(membership=Membership(0, WEIGHTS), main=torch.zeros(3, 4))
     stage.editor.edit(removed=[], added={parameter: state}, order=[*stage.parameters(), parameter])
-    main = stage.editor.export(parameter).main
+    main = state_of(stage, parameter).main
     assert (main.tensor_model_parallel, main.shared) == (True, True)
 
 
 class TestGroupStep:
     """Fused Adam counts steps per group, and skips empty groups without counting."""
 
-    def moved(self, destination_layers, count):
+    def moved(self, destination_layers, count, *, arriving=7):
+        """Counts of a stage that layer 1 came to; None: the stage keeps no count per group."""
         first, second = Stage([0, 1]), Stage(destination_layers)
-        for stage, steps in ((first, 7), (second, count)):
+        for stage, steps in ((first, arriving), (second, count)):
             for group in stage.optimizer.optimizer.param_groups if steps else ():
                 group["step"] = steps
         move(1, first, second)
@@ -231,6 +266,11 @@ class TestGroupStep:
     def test_a_group_that_is_in_use_has_its_count(self):
         assert self.moved([2], 7) == [7, 7]
 
+    @pytest.mark.parametrize(("count", "arriving"), [(3, 7), (None, 7), (7, None)])
+    def test_another_count_than_that_of_a_group_in_use_is_refused_with_both(self, count, arriving):
+        with pytest.raises(ValueError, match=f"optimizer group step: expected {count}, a layer arrived with {arriving}"):
+            self.moved([2], count, arriving=arriving)
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])
 def test_a_scalar_tensor_travels_as_a_number_and_comes_back_exactly(dtype):
@@ -239,7 +279,7 @@ def test_a_scalar_tensor_travels_as_a_number_and_comes_back_exactly(dtype):
     weight = stage.layers[0].weight
     step = torch.tensor(41, dtype=dtype)
     stage.optimizer.optimizer.state[weight]["step"] = step
-    numbers = travel(stage.editor.export(weight)).numbers
+    numbers = travel(state_of(stage, weight)).numbers
     assert numbers["step"] == ScalarTensor(41, str(dtype).removeprefix("torch."), "cpu")
     back = numbers["step"].materialise(weight)
     assert torch.equal(back, step)
@@ -251,7 +291,8 @@ def test_optimizers_in_a_chain_keep_their_parameters_apart():
     chained = ChainedOptimizer([first.optimizer, second.optimizer])
     editor = OptimizerEditor(chained)
     weights = (first.layers[0].weight, second.layers[1].weight)
-    assert [editor.export(weight).membership for weight in weights] == [Membership(0, WEIGHTS), Membership(1, WEIGHTS)]
+    states = editor.export(weights)
+    assert [states[weight].membership for weight in weights] == [Membership(0, WEIGHTS), Membership(1, WEIGHTS)]
     newcomer = Layer(5, half=False)
     added = {newcomer.bias: ParameterState(membership=Membership(1, BIASES), main=None)}
     order = [newcomer.bias, *second.parameters(), *first.parameters()]

@@ -20,6 +20,7 @@ def start(device, *flags):
 
     def before_training(args):
         seen.append(("before", args.dyn_test, args.dyn_device, args.transformer_impl))
+        return lambda: seen.append(("undo", args.dyn_test))
 
     def run_pretrain(args, *_args, **_options):
         seen.append(("pretrain", args.dyn_test, rows_in_force(CPU_ROWS), rows_in_force(HOST_ROWS), torch.get_num_threads()))
@@ -36,7 +37,7 @@ def rows_in_force(rows):
 
 def test_on_cpu_the_platform_is_in_force_during_the_run_and_only_then():
     assert run_ranks(start, 1, "cpu", "--dyn-test", "3") == [
-        ([("before", 3, "auto", "local"), ("pretrain", 3, len(CPU_ROWS), len(HOST_ROWS), 1)], 0)
+        ([("before", 3, "auto", "local"), ("pretrain", 3, len(CPU_ROWS), len(HOST_ROWS), 1), ("undo", 3)], 0)
     ]
 
 

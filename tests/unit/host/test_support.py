@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dyn.config import ConfigError
-from megatron_dyn.host.support import LIMITS, check_support, randomness_notice
+from megatron_dyn.host.support import LIMITS, check_exact_grad_norm, check_support, randomness_notice
 
 USED = {
     "--pipeline-model-parallel-size 1": {"pipeline_model_parallel_size": 1},
@@ -33,6 +33,7 @@ USED = {
     "--perform-rl-step": {"perform_rl_step": True},
     "--inprocess-restart": {"inprocess_restart": True},
     "--non-persistent-ckpt-type": {"non_persistent_ckpt_type": "local"},
+    "--ckpt-assume-constant-structure": {"ckpt_assume_constant_structure": True},
 }
 """For each limit, arguments that use it."""
 
@@ -60,6 +61,11 @@ def test_a_plain_job_is_supported(optimizer):
     check_support(plain_args(optimizer=optimizer))
 
 
+def test_iterations_may_be_skipped():
+    # A forced layout that falls into them comes into force after them, see the controller.
+    check_support(plain_args(iterations_to_skip=[7]))
+
+
 @pytest.mark.parametrize("limit", LIMITS, ids=[limit.flag for limit in LIMITS])
 def test_every_limit_is_refused_by_its_flag_and_alone(limit):
     with pytest.raises(ConfigError) as caught:
@@ -78,6 +84,25 @@ def test_all_that_stand_in_the_way_are_named_at_once():
 def test_flags_are_named_once_each():
     flags = [limit.flag for limit in LIMITS]
     assert len(set(flags)) == len(flags)
+
+
+def test_every_limit_is_tested_and_no_other():
+    assert USED.keys() == {limit.flag for limit in LIMITS}
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"), [("--use-megatron-fsdp", "use_megatron_fsdp"), ("--use-torch-fsdp2", "use_torch_fsdp2")]
+)
+def test_the_exact_norm_is_refused_where_gradients_are_shards_with_both_flags(flag, name):
+    with pytest.raises(ConfigError) as caught:
+        check_exact_grad_norm(plain_args(**{name: True}))
+    assert str(caught.value) == f"--dyn-exact-grad-norm: cannot be had with {flag}; drop one of them"
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_megatron_fsdp": False, "use_torch_fsdp2": False}])
+def test_the_exact_norm_can_be_had_in_a_plain_job_and_where_layers_cannot_move(changes):
+    check_exact_grad_norm(plain_args(**changes))
+    check_exact_grad_norm(plain_args(pipeline_model_parallel_size=1, num_experts=8, **changes))
 
 
 @pytest.mark.parametrize(

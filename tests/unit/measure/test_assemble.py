@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dyn import ports
 from megatron_dyn.measure import AssembleError, Footprint, Kind, Position, Slot, assemble, make_sample
 from megatron_dyn.records import Cost, Layout, Sample
 
@@ -118,19 +119,42 @@ class TestAssemble:
         assert len(snapshot.layers) == 3
         assert snapshot.stages[1].seconds == 4.0 + 10.0 + 0.25
 
-    @pytest.mark.parametrize("name", ["iteration", "num_microbatches"])
-    def test_ranks_that_measured_something_else_are_refused_with_both_values(self, name):
+    @given(st.permutations(range(4)))
+    def test_nor_do_equally_slow_replicas_make_it_depend_on_the_order(self, order):
         samples = two_replicas()
-        samples[2] = replace(samples[2], **{name: 17})
+        samples[1] = replace(samples[0], global_rank=1, wait_seconds=77.0)
+        samples[3] = replace(samples[2], global_rank=3, wait_seconds=88.0)
+        snapshot = assemble([samples[index] for index in order], LAYOUT)
+        assert snapshot == assemble(samples, LAYOUT)
+        assert [stage.wait_seconds for stage in snapshot.stages] == [77.0, 88.0]
+
+    @pytest.mark.parametrize("name", ["iteration", "num_microbatches"])
+    @pytest.mark.parametrize("value", [3, 1700])
+    def test_ranks_that_measured_something_else_are_refused_with_both_values_and_their_ranks(self, name, value):
+        samples = two_replicas()
+        samples[2] = replace(samples[2], **{name: value})
         expected = getattr(samples[0], name)
-        with pytest.raises(AssembleError, match=rf"{name}.*{min(17, expected)}.*{max(17, expected)}"):
+        told = {expected: f"{expected} on ranks [0, 1, 3]", value: f"{value} on ranks [2]"}
+        with pytest.raises(AssembleError) as caught:
             assemble(samples, LAYOUT)
+        assert str(caught.value) == f"ranks measured different {name}: {'; '.join(told[key] for key in sorted(told))}"
 
     def test_layers_on_the_wrong_stage_are_refused_with_rank_stage_and_both_lists(self):
         samples = [sample(0, 0, (0, 2)), sample(1, 1, (1,))]
         with pytest.raises(AssembleError, match=r"rank 0 \(stage 0\) measured layers \[0, 2\].*'Et\*2\|tL'.*\[0, 1\]"):
             assemble(samples, LAYOUT)
 
-    def test_a_layer_that_nobody_measured_is_named(self):
-        with pytest.raises(AssembleError, match=r"no rank measured layers \[2\]"):
-            assemble([sample(0, 0, (0, 1))], LAYOUT)
+    @pytest.mark.parametrize(("stages", "missing"), [([0, 2], [1]), ([1], [0, 2])])
+    def test_stages_without_a_sample_are_named_with_the_layout(self, stages, missing):
+        layout = Layout.contiguous([2, 1, 0])
+        samples = [sample(pp_rank, pp_rank, layout.layers_of_stage(pp_rank)) for pp_rank in stages]
+        with pytest.raises(AssembleError) as caught:
+            assemble(samples, layout)
+        assert str(caught.value) == f"no rank measured stages {missing} of layout 'Et*2|t|L'"
+
+    def test_a_layer_that_its_stage_did_not_measure_is_refused_with_both_lists(self):
+        with pytest.raises(AssembleError, match=r"rank 1 \(stage 1\) measured layers \[\].*'Et\*2\|tL'.*\[2\]"):
+            assemble([sample(0, 0, (0, 1)), sample(1, 1, ())], LAYOUT)
+
+    def test_what_cannot_be_assembled_ends_the_job_in_one_line(self):
+        assert issubclass(AssembleError, ports.JobError)

@@ -37,12 +37,24 @@ def test_the_oldest_reading_falls_out():
 def test_full_only_with_as_many_readings_as_it_holds_and_empty_after_clear():
     window = Window(2)
     assert (len(window), window.full, window.num_microbatches, window.medians()) == (0, False, 0, {})
-    window.add(reading({LAYER: 1.0}, num_microbatches=4))
-    assert not window.full
+    window.add(reading({LAYER: 1.0}, num_microbatches=8))
+    assert (window.full, window.num_microbatches) == (False, 8)
     window.add(reading({LAYER: 1.0}, num_microbatches=8))
     assert (window.full, window.num_microbatches) == (True, 8)
     window.clear()
     assert (len(window), window.full, window.medians()) == (0, False, {})
+
+
+def test_a_changed_number_of_microbatches_begins_the_window_anew():
+    window = Window(3)
+    for seconds in (10.0, 11.0, 12.0):
+        window.add(reading({LAYER: seconds}, num_microbatches=4))
+    window.add(reading({LAYER: 1.0}, num_microbatches=8))
+    assert (len(window), window.full, window.num_microbatches, window.medians()) == (1, False, 8, {LAYER: 1.0})
+    window.add(reading({LAYER: 3.0}, num_microbatches=8))
+    assert (len(window), window.num_microbatches, window.medians()) == (2, 8, {LAYER: 2.0})
+    window.add(reading({LAYER: 7.0}, num_microbatches=4))
+    assert (len(window), window.num_microbatches, window.medians()) == (1, 4, {LAYER: 7.0})
 
 
 def test_step_times_drop_the_warmup_and_take_the_median():
@@ -56,35 +68,65 @@ def test_step_times_drop_the_warmup_and_take_the_median():
     assert (times.median_seconds, len(times)) == (2.0, 3)
 
 
-def test_a_sampled_step_counts_towards_the_warmup_but_its_time_does_not():
+def test_a_sampled_step_counts_towards_the_warmup_like_any_other():
     times = StepTimes(warmup_steps=1)
-    times.skip()
-    assert (times.warm, times.median_seconds) == (True, None)
+    times.add(90.0, sampled=True)
+    assert (times.warm, times.median_seconds, len(times)) == (True, None, 0)
     times.add(3.0)
-    assert times.median_seconds == 3.0
+    assert (times.median_seconds, len(times)) == (3.0, 1)
 
 
-def test_restart_begins_a_new_warmup():
+def test_where_every_step_is_sampled_those_count():
+    times = StepTimes(warmup_steps=1)
+    for seconds in (90.0, 4.0, 9.0, 5.0):
+        times.add(seconds, sampled=True)
+    assert (times.median_seconds, len(times)) == (5.0, 3)
+
+
+@pytest.mark.parametrize("sampled_first", [True, False])
+def test_sampled_steps_do_not_count_where_a_plain_one_does(sampled_first):
+    times = StepTimes(warmup_steps=0)
+    if sampled_first:
+        times.add(50.0, sampled=True)
+        times.add(60.0, sampled=True)
+    times.add(2.0)
+    times.add(70.0, sampled=True)
+    times.add(80.0, sampled=True)
+    times.add(4.0)
+    assert (times.median_seconds, len(times)) == (3.0, 2)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_restart_begins_a_new_warmup_and_forgets_all_steps(sampled):
     times = StepTimes(warmup_steps=1)
     for _ in range(3):
-        times.add(7.0)
+        times.add(7.0, sampled=sampled)
     times.restart()
     assert (times.warm, times.median_seconds, len(times)) == (False, None, 0)
-    times.add(100.0)
-    times.add(2.0)
+    times.add(100.0, sampled=sampled)
+    assert (times.warm, times.median_seconds, len(times)) == (True, None, 0)
+    times.add(2.0, sampled=sampled)
     assert times.median_seconds == 2.0
 
 
-def test_only_the_newest_steps_count():
-    times = StepTimes(warmup_steps=0, size=3)
-    for seconds in (100.0, 100.0, 1.0, 2.0, 3.0):
-        times.add(seconds)
-    assert (times.median_seconds, len(times)) == (2.0, 3)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_only_the_newest_steps_count(sampled):
+    times = StepTimes(warmup_steps=0)
+    assert StepTimes.SIZE == 32
+    for _ in range(StepTimes.SIZE):
+        times.add(100.0, sampled=sampled)
+    for seconds in range(StepTimes.SIZE - 1):
+        times.add(float(seconds), sampled=sampled)
+    assert (times.median_seconds, len(times)) == (15.5, StepTimes.SIZE)
+    times.add(31.0, sampled=sampled)
+    assert (times.median_seconds, len(times)) == (15.5, StepTimes.SIZE)
+    times.add(32.0, sampled=sampled)
+    assert (times.median_seconds, len(times)) == (16.5, StepTimes.SIZE)
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_no_warmup_is_warm_at_once(size):
-    times = StepTimes(warmup_steps=0, size=size)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_no_warmup_is_warm_at_once(sampled):
+    times = StepTimes(warmup_steps=0)
     assert times.warm
-    times.add(4.0)
+    times.add(4.0, sampled=sampled)
     assert times.median_seconds == 4.0

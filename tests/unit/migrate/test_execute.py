@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from megatron_dyn.testing.fakes import MemoryStore, small_layer
 from megatron_dyn.testing.faults import Faults, Operation
 from megatron_dyn.testing.threads import ThreadCollective, ThreadMailbox, ThreadWorld
 
+# The module: its name in the package is the function's.
+EXECUTE = import_module("megatron_dyn.migrate.execute")
 MOVES = [([4, 4], [2, 6]), ([2, 6], [7, 1]), ([2, 2, 2, 2], [1, 2, 3, 2]), ([3, 1, 1, 3], [0, 4, 4, 0])]
 
 
@@ -133,6 +136,56 @@ def test_a_rank_that_cannot_export_says_so_and_nobody_waits(rank):
     assert len(job.mailbox) == 0
 
 
+@pytest.mark.parametrize(("layer", "rank"), [(1, 1), (3, 2)])
+def test_a_receiver_without_memory_says_so_before_anything_moves_and_nobody_waits(monkeypatch, layer, rank):
+    # Rank 0 only sends, rank 1 sends and receives, rank 2 only receives: the two transfers hang together.
+    def allocate(manifest, device):
+        if manifest.layer == layer:
+            raise torch.OutOfMemoryError("no memory")
+        return torch.empty(manifest.total_bytes, dtype=torch.uint8, device=device)
+
+    monkeypatch.setattr(EXECUTE, "allocate", allocate)
+    job = Pipelines(plan_of([2, 2, 2, 2], [1, 2, 3, 2]))
+    started = time.monotonic()
+    results = job.run()
+    assert time.monotonic() - started < job.world.timeout_seconds / 2
+    problems = [staged.receipt.problem for staged in results]
+    assert problems[rank] == "making room failed: OutOfMemoryError: no memory"
+    assert [problem for index, problem in enumerate(problems) if index != rank] == [None, None, None]
+    for index, staged in enumerate(results):
+        assert (staged.states, staged.receipt.plan_digest) == ({}, job.plan.digest)
+        assert (staged.receipt.sent_layers, staged.receipt.received_layers) == ((), ())
+        assert (staged.receipt.sent_bytes, staged.receipt.received_bytes) == (0, 0)
+        assert tuple(job.stores[index].layers) == job.plan.before.layers_of_stage(index)
+    assert len(job.mailbox) == 0
+
+
+def test_every_rank_has_made_room_before_the_first_buffer_moves(monkeypatch):
+    job = Pipelines(plan_of([4, 4], [2, 6]))
+    sent_when_allocated = []
+
+    def allocate(manifest, device):
+        sent_when_allocated.append((manifest.layer, len(job.mailbox)))
+        return torch.empty(manifest.total_bytes, dtype=torch.uint8, device=device)
+
+    monkeypatch.setattr(EXECUTE, "allocate", allocate)
+    _, receiver = job.run()
+    assert sent_when_allocated == [(2, 0), (3, 0)]
+    assert receiver.receipt.problem is None
+
+
+def test_a_check_that_fails_is_a_problem_of_its_layer_and_nothing_is_staged(monkeypatch):
+    def verify(manifest, buffer):
+        if manifest.layer == 3:
+            raise RuntimeError("no device")
+
+    monkeypatch.setattr(EXECUTE, "verify", verify)
+    sender, receiver = Pipelines(plan_of([4, 4], [2, 6])).run()
+    assert receiver.receipt.problem == "layer 3: checking failed: RuntimeError: no device"
+    assert receiver.states == {}
+    assert sender.receipt.problem is None
+
+
 def test_a_layer_that_never_arrives_ends_in_an_error_that_names_the_sender():
     job = Pipelines(plan_of([4, 4], [3, 5]), faults=Faults().plan(Operation.LOSE, 0), timeout_seconds=0.2)
     sender, receiver = job.run()
@@ -146,3 +199,17 @@ def test_a_rank_that_is_gone_ends_in_an_error_that_names_what_was_waited_for():
     results = job.world.run(lambda rank: None if rank == 1 else job.execute(rank))
     assert isinstance(results[0], CollectiveTimeout)
     assert "rank 0: plan and manifests: ranks [1] absent" in str(results[0])
+
+
+def test_a_rank_that_is_gone_while_room_is_made_ends_in_an_error_too():
+    job = Pipelines(plan_of([4, 4], [3, 5]), timeout_seconds=0.2)
+
+    def run(rank):
+        # Rank 1 agrees to the plan and dies.
+        offer = EXECUTE.Offer(digest=job.plan.digest, problem=None, manifests={})
+        return ThreadCollective(job.world, 1).gather(offer, "plan and manifests") if rank == 1 else job.execute(rank)
+
+    results = job.world.run(run)
+    assert isinstance(results[0], CollectiveTimeout)
+    assert "rank 0: room for the layers: ranks [1] absent" in str(results[0])
+    assert len(job.mailbox) == 0

@@ -13,6 +13,7 @@ def small_snapshot(*, busy=((0.1, 0.2), (0.15, 0.35)), step_seconds=2.0):
             backward_seconds=0.02 * (layer + 1),
             state_bytes=(layer + 1) * 2**20,
             activation_bytes=(layer + 1) * 2**19,
+            moved_bytes=(layer + 1) * 2**18,
         )
         for layer in range(3)
     )
@@ -21,7 +22,7 @@ def small_snapshot(*, busy=((0.1, 0.2), (0.15, 0.35)), step_seconds=2.0):
         layout=Layout.contiguous([2, 1]),
         layers=costs,
         embedding=Cost(forward_seconds=0.004, backward_seconds=0.005),
-        head=Cost(forward_seconds=0.05, backward_seconds=0.06, state_bytes=7 * 2**20),
+        head=Cost(forward_seconds=0.05, backward_seconds=0.06, state_bytes=7 * 2**20, moved_bytes=2**16),
         other_seconds=0.001,
         stages=tuple(
             StageReading(

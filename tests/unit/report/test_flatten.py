@@ -29,12 +29,16 @@ ROUND_KEYS = {
     "deciding_seconds",
     "moving_seconds",
 }
-SNAPSHOT_KEYS = {"step_seconds", "num_microbatches", "layers", "embedding", "head", "stages"}
+SNAPSHOT_KEYS = {"step_seconds", "num_microbatches", "other_seconds", "layers", "embedding", "head", "stages"}
+COST_KEYS = {"forward_seconds", "backward_seconds", "state_bytes", "activation_bytes", "moved_bytes"}
 
 
 def test_the_keys_are_those_of_the_schema_and_a_snapshot_adds_its_own():
     assert flatten(no_change_round()).keys() == ROUND_KEYS
-    assert flatten(committed_round()).keys() == ROUND_KEYS | SNAPSHOT_KEYS
+    line = flatten(committed_round())
+    assert line.keys() == ROUND_KEYS | SNAPSHOT_KEYS
+    assert line["embedding"].keys() == line["head"].keys() == COST_KEYS
+    assert [row.keys() for row in line["layers"]] == [COST_KEYS | {"layer"}] * 3
 
 
 def test_a_round_survives_json():
@@ -64,6 +68,12 @@ def test_layers_and_stages_come_in_order_with_their_numbers():
     assert [(row["layer"], row["forward_seconds"]) for row in line["layers"]] == [(0, 0.01), (1, 0.02), (2, 0.03)]
     assert [(row["pp_rank"], row["wait_seconds"]) for row in line["stages"]] == [(0, 0.25), (1, 0.5)]
     assert line["head"]["backward_seconds"] == 0.06
+
+
+def test_what_would_travel_and_what_belongs_to_no_piece_are_told():
+    line = flatten(committed_round())
+    assert [row["moved_bytes"] for row in line["layers"]] == [2**18, 2 * 2**18, 3 * 2**18]
+    assert (line["head"]["moved_bytes"], line["other_seconds"]) == (2**16, 0.001)
 
 
 def test_the_bubble_is_what_computing_and_optimizer_leave_of_the_step():

@@ -30,6 +30,32 @@ class TestJsonlSink:
         lines = lines_of(tmp_path / "rounds.jsonl")
         assert [(line["round"], line["measured_after_seconds"]) for line in lines] == [(2, None), (3, 1.5), (4, None)]
 
+    @pytest.mark.parametrize("reason", ["", "y" * 900, "\u4e2d"])
+    def test_an_earlier_round_is_rewritten_in_its_place_with_the_later_lines_after_it(self, tmp_path, reason):
+        sink = JsonlSink(str(tmp_path))
+        for number in (1, 2, 3, 4):
+            sink.write(committed_round(round=number, reason="\u00fc" * number))
+        for number in (2, 1):
+            sink.write(committed_round(round=number, reason=reason, measured_after_seconds=1.5))
+        sink.write(no_change_round(round=5))
+        sink.write(committed_round(round=4, measured_after_seconds=2.5, reason="z"))
+        lines = lines_of(tmp_path / "rounds.jsonl")
+        sink.close()
+        assert [line["round"] for line in lines] == [1, 2, 3, 4, 5]
+        assert [line["measured_after_seconds"] for line in lines] == [1.5, 1.5, None, 2.5, None]
+        assert [line["reason"] for line in lines[:4]] == [reason, reason, "\u00fc" * 3, "z"]
+
+    def test_rewriting_leaves_the_lines_of_an_earlier_job_as_they_are(self, tmp_path):
+        earlier = '{"round": 1, "iteration": 9}\n{"round": 2, "iteration": 12}\n'
+        (tmp_path / "rounds.jsonl").write_text(earlier)
+        sink = JsonlSink(str(tmp_path))
+        for number in (1, 2, 1):
+            sink.write(committed_round(round=number))
+        sink.close()
+        text = (tmp_path / "rounds.jsonl").read_text()
+        assert text.startswith(earlier)
+        assert [line["round"] for line in lines_of(tmp_path / "rounds.jsonl")[2:]] == [1, 2]
+
     def test_a_shorter_line_leaves_nothing_of_the_longer_one(self, tmp_path):
         sink = JsonlSink(str(tmp_path))
         sink.write(committed_round(reason="x" * 500))
@@ -62,6 +88,23 @@ class TestJsonlSink:
         sink = JsonlSink(str(tmp_path))
         sink.close()
         sink.close()
+
+
+@pytest.mark.parametrize("written_before", ['{"round": 1}\n{"round": 2, "iter', '{"round', "\n", '{"round": 1}\n', ""])
+def test_a_line_that_a_killed_job_left_half_written_is_ended_and_the_next_one_is_whole(tmp_path, written_before):
+    for name in ("rounds.jsonl", "losses.jsonl"):
+        (tmp_path / name).write_text(written_before)
+    sink, log = JsonlSink(str(tmp_path)), LossLog(str(tmp_path))
+    sink.write(no_change_round())
+    sink.write(no_change_round(reason="again"))
+    log.write(7, {"lm loss": 1.0}, 1.0, "EttL")
+    sink.close()
+    log.close()
+    expected_before = written_before if written_before.endswith("\n") or not written_before else f"{written_before}\n"
+    for name, iteration in (("rounds.jsonl", 50), ("losses.jsonl", 7)):
+        text = (tmp_path / name).read_text()
+        assert text.startswith(expected_before)
+        assert json.loads(text.removeprefix(expected_before))["iteration"] == iteration
 
 
 @pytest.mark.parametrize(("opener", "name"), [(JsonlSink, "rounds.jsonl"), (LossLog, "losses.jsonl")])
