@@ -6,10 +6,9 @@ import pytest
 
 from tests.distributed.plugin_run import run
 
-NUM_LAYERS = 6
 NUM_STEPS = 60
 NUM_MOVES = 10
-START = {2: [3, 3], 4: [1, 2, 2, 1]}
+START = {2: [2, 2], 4: [1, 2, 2, 1]}
 
 
 def random_layouts(num_stages: int, seed: int) -> str:
@@ -17,12 +16,13 @@ def random_layouts(num_stages: int, seed: int) -> str:
     draw = random.Random(seed)
     steps = sorted(draw.sample(range(1, NUM_STEPS), NUM_MOVES))
     counts = START[num_stages]
+    num_layers = sum(counts)
     items = []
     for step in steps:
         before = counts
         while counts == before:
-            borders = sorted(draw.sample(range(1, NUM_LAYERS), num_stages - 1))
-            counts = [end - start for start, end in zip([0, *borders], [*borders, NUM_LAYERS], strict=True)]
+            borders = sorted(draw.sample(range(1, num_layers), num_stages - 1))
+            counts = [end - start for start, end in zip([0, *borders], [*borders, num_layers], strict=True)]
         items.append(f"{step}:{layout_text(counts)}")
     return ";".join(items)
 
@@ -38,7 +38,7 @@ def test_sixty_steps_with_ten_moves_equal_sixty_steps_without(world_size, num_st
     flags = {
         "pipeline_model_parallel_size": num_stages,
         "pipeline_model_parallel_layout": layout_text(START[num_stages]),
-        "num_layers": NUM_LAYERS,
+        "num_layers": sum(START[num_stages]),
         "train_iters": NUM_STEPS,
         "lr_warmup_iters": 5,
         "lr_decay_style": "cosine",
@@ -54,7 +54,7 @@ def test_sixty_steps_with_ten_moves_equal_sixty_steps_without(world_size, num_st
 
     assert [line["outcome"] for line in moved.rounds] == ["commit"] * NUM_MOVES
     assert moved.numbers() == still.numbers()
-    assert len({line["layout"] for line in moved.losses}) > 4
+    assert len({line["layout"] for line in moved.losses}) >= 3
     assert moved.state == still.state
     assert moved.consumed_samples == still.consumed_samples
     # Clipping was active, or the factor's last bits were never put to the test.
