@@ -1,21 +1,17 @@
 """How long planning takes, over 8 to 1,024 stages with four layers each, and for 128 layers on 16 stages.
 
-Run with `python -m benchmarks.planning`; needs neither torch nor Megatron. The bars of the design are 10 ms for 128
+Run with `python -m benchmarks.planning`; the planner needs neither torch nor Megatron. The bars of the design are 10 ms for 128
 layers on 16 stages and 2 s for 4,096 on 1,024. Times are medians of the CPU time of this one-threaded
 process, so that other work on the machine, which the table names, does not count.
 """
 
-import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import median
 from time import process_time
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.machine import show
 from megatron_dyn.config import DecideConfig
 from megatron_dyn.plan import MoveHistory, SplitProblem, best_split, decide, memory_budget
 from megatron_dyn.records import Cost, Layout, Snapshot
@@ -64,14 +60,21 @@ def noisy_job(num_layers: int, num_stages: int) -> Snapshot:
     )
 
 
-def run(sizes: Sequence[tuple[int, int]] = SIZES, *, repeats: int = REPEATS) -> list[PlanningRow]:
+def run() -> list[PlanningRow]:
+    """Measure every size and print the table; one row each, in order."""
+    rows = measure(SIZES)
+    cells = []
+    for row in rows:
+        times = (row.split_seconds, row.capped_seconds, row.decide_seconds)
+        cells.append([f"{row.num_layers:,}", f"{row.num_stages:,}", *(f"{1e3 * seconds:.1f}" for seconds in times)])
+    columns = ["layers", "stages", "split", "split under a cap", "whole decision"]
+    show("planning, milliseconds of CPU time", columns, cells)
+    return rows
+
+
+def measure(sizes: Sequence[tuple[int, int]], *, repeats: int = REPEATS) -> list[PlanningRow]:
     """Measure every (layers, stages); one row each, in order."""
     return [_measure(num_layers, num_stages, repeats) for num_layers, num_stages in sizes]
-
-
-def machine() -> str:
-    """What the numbers were measured on."""
-    return f"{platform.platform()}, {platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
 
 
 def _measure(num_layers: int, num_stages: int, repeats: int) -> PlanningRow:
@@ -123,15 +126,5 @@ def _median_seconds(work: Callable[[], object], repeats: int) -> float:
     return median(times)
 
 
-def _table(rows: list[PlanningRow]) -> Table:
-    table = Table(title="Planning, milliseconds of CPU time", caption=machine())
-    for heading in ("layers", "stages", "split", "split under a cap", "whole decision"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        times = (row.split_seconds, row.capped_seconds, row.decide_seconds)
-        table.add_row(f"{row.num_layers:,}", f"{row.num_stages:,}", *(f"{1e3 * seconds:.1f}" for seconds in times))
-    return table
-
-
 if __name__ == "__main__":
-    Console().print(_table(run()))
+    run()

@@ -19,7 +19,7 @@ MODEL: dict[str, Any] = {
     "num_attention_heads": 4,
     "seq_length": 128,
     "max_position_embeddings": 128,
-    "vocab_size": 8000,
+    "vocab_size": 16384,
     "micro_batch_size": 2,
     "global_batch_size": 16,
     "pipeline_model_parallel_size": 2,

@@ -97,6 +97,9 @@ class Controller:
         self._steps_since_move: int | None = None
         self._num_rounds = 0
         self._pending: RoundReport | None = None
+        """The last commit, while its new step time is not known."""
+        self._settled: RoundReport | None = None
+        """The last commit, once it is, while its layout is in force."""
         self.layout = layout
         self.state = State.IDLE
 
@@ -154,7 +157,11 @@ class Controller:
             self._sampling = False
         if self._pending is not None and len(self._step_times):
             self._report_measured()
-        self._pending = None
+        final = self._step_times.median_seconds
+        if self._settled is not None and final not in (None, self._settled.measured_after_seconds):
+            # By now many more steps speak for the layout than the few that completed the line at first.
+            self._write(replace(self._settled, measured_after_seconds=final))
+        self._pending = self._settled = None
         for sink in self._crew.sinks:
             try:
                 sink.close()
@@ -297,7 +304,7 @@ class Controller:
         )
         self._measuring_seconds = 0.0
         if committed:
-            self._pending = report
+            self._pending, self._settled = report, None
         self._write(report)
         self._enter(State.REPORTED)
         self._enter(State.IDLE)
@@ -305,8 +312,9 @@ class Controller:
     def _report_measured(self) -> None:
         """The step time under the layout of the last commit is known: complete its line."""
         if self._pending is not None:
-            self._write(replace(self._pending, measured_after_seconds=self._step_times.median_seconds))
+            self._settled = replace(self._pending, measured_after_seconds=self._step_times.median_seconds)
             self._pending = None
+            self._write(self._settled)
 
     def _write(self, report: RoundReport) -> None:
         for sink in self._crew.sinks:

@@ -3,7 +3,7 @@
 Nothing here may import torch: a buffer is opaque to everything but `migrate` and `host`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from megatron_dyn.records import Layout, RoundReport
@@ -60,8 +60,11 @@ class Transport(Protocol):
     def submit_receive(self, buffer: Any, *, from_rank: int, tag: int) -> None:
         """Queue filling `buffer` from global rank `from_rank`."""
 
-    def run(self) -> None:
-        """Do all that was queued, in the order queued, and forget it. Raises CollectiveTimeout or RuntimeError."""
+    def run(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Do all that was queued, in the order queued, and forget it; `meanwhile` is called while it is under way.
+
+        Raises CollectiveTimeout when a transfer does not finish.
+        """
 
 
 class LayerStore(Protocol):

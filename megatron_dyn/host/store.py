@@ -42,11 +42,11 @@ class MegatronLayerStore:
                 for moment, value in state.tensors.items():
                     tensors[Key(f"optimizer:{moment}", name)] = value
         tensors |= {Key("buffer", name): buffer for name, buffer in module.named_buffers()}
-        tensors |= {Key("extra", name): value for name, value in _extra_states(module).items()}
+        tensors |= {Key("extra", name): value for name, value in _extra_states(module, self._stage.device).items()}
         return LayerState(layer=layer, tensors=tensors, scalars=scalars)
 
     def prepare(self, staged: dict[int, LayerState]) -> None:
-        """See ports.LayerStore. Frees each staged buffer as soon as it is loaded. Raises CodecError on a misfit."""
+        """See ports.LayerStore. The staged tensors become the layer's own. Raises CodecError on a misfit."""
         for layer in list(staged):
             module = self._stage.build(layer)
             state = staged.pop(layer)
@@ -87,53 +87,59 @@ class MegatronLayerStore:
 
 
 def _load(module: torch.nn.Module, state: LayerState) -> dict[torch.Tensor, ParameterState]:
-    """Copy a staged state into a fresh module; returns the optimizer's share, in tensors of its own.
+    """Make a staged state the content of a fresh module, without a copy; returns the optimizer's share.
 
     Every tensor of the module must be in the state and every tensor of the state must be used, or CodecError is raised:
     half a layer is worse than none.
     """
     left = dict(state.tensors)
 
-    def fill(kind: str, name: str, target: torch.Tensor) -> None:
+    def adopt(kind: str, name: str, target: torch.Tensor) -> None:
         value = left.pop(Key(kind, name), None)
         if value is None or (value.shape, value.dtype) != (target.shape, target.dtype):
             got = "nothing" if value is None else f"{list(value.shape)} {value.dtype}"
             expected = f"{list(target.shape)} {target.dtype}"
             raise CodecError(f"layer {state.layer}: {kind} {name}: expected {expected}, got {got}")
-        target.copy_(value)
+        target.data = value
 
     optimizer: dict[torch.Tensor, ParameterState] = {}
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            fill("parameter", name, parameter)
-            parameter.requires_grad_(name in state.scalars)
-            if name in state.scalars:
-                membership, numbers, group_step = state.scalars[name]
-                moments = [key for key in left if key.kind.startswith("optimizer:") and key.name == name]
-                main = left.pop(Key("main", name), None)
-                optimizer[parameter] = ParameterState(
-                    membership=membership,
-                    main=None if main is None else main.clone().requires_grad_(False),
-                    tensors={key.kind.partition(":")[2]: left.pop(key).clone() for key in moments},
-                    numbers=numbers,
-                    group_step=group_step,
-                )
-        for name, buffer in module.named_buffers():
-            fill("buffer", name, buffer)
-    _load_extra_states(module, {key.name: left.pop(key) for key in list(left) if key.kind == "extra"})
+    for name, parameter in module.named_parameters():
+        adopt("parameter", name, parameter)
+        parameter.requires_grad_(name in state.scalars)
+        if name in state.scalars:
+            membership, numbers, group_step = state.scalars[name]
+            moments = [key for key in left if key.kind.startswith("optimizer:") and key.name == name]
+            main = left.pop(Key("main", name), None)
+            if (main is None) != (parameter.dtype == torch.float32) or (main is not None and main.shape != parameter.shape):
+                # Without its fp32 copy a half-precision parameter would be optimised in half precision, silently.
+                got = "nothing" if main is None else list(main.shape)
+                raise CodecError(f"layer {state.layer}: main {name} of a {parameter.dtype} parameter: got {got}")
+            optimizer[parameter] = ParameterState(
+                membership=membership,
+                main=main,
+                tensors={key.kind.partition(":")[2]: left.pop(key) for key in moments},
+                numbers=numbers,
+                group_step=group_step,
+            )
+    for name, buffer in module.named_buffers():
+        adopt("buffer", name, buffer)
+    extra = {key.name: left.pop(key) for key in list(left) if key.kind == "extra"}
+    if unknown := sorted(extra.keys() - module.state_dict().keys()):
+        raise CodecError(f"layer {state.layer}: extra state that the module has no place for: {unknown}")
+    _load_extra_states(module, extra)
     if left:
         raise CodecError(f"layer {state.layer}: state that the module has no place for: {sorted(map(str, left))}")
     return optimizer
 
 
-def _extra_states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Extra state of every submodule that has any (fp8 scales, for example), as byte tensors."""
+def _extra_states(module: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Extra state of every submodule that has any (fp8 scales, for example), as byte tensors on `device`."""
     extra = {}
     for name, value in module.state_dict().items():
         if name.endswith(_EXTRA_SUFFIX) and value is not None:
             stream = io.BytesIO()
             torch.save(value.getvalue() if isinstance(value, io.BytesIO) else value, stream)
-            extra[name] = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+            extra[name] = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
     return extra
 
 

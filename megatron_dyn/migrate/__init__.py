@@ -1,6 +1,6 @@
 """Migrate: the only stage with tensors. Layers travel whole, are staged aside and verified; nothing is changed here."""
 
-from megatron_dyn.migrate.codec import CodecError, Entry, Key, LayerState, Manifest, checksum, pack, unpack, verify
+from megatron_dyn.migrate.codec import CodecError, Entry, Key, LayerState, Manifest, allocate, describe, digest, flat_bytes
 from megatron_dyn.migrate.execute import PlanMismatch, Seat, Staged, execute
 from megatron_dyn.migrate.transport import MemoryTransport, ProcessGroupTransport
 
@@ -15,9 +15,9 @@ __all__ = [
     "ProcessGroupTransport",
     "Seat",
     "Staged",
-    "checksum",
+    "allocate",
+    "describe",
+    "digest",
     "execute",
-    "pack",
-    "unpack",
-    "verify",
+    "flat_bytes",
 ]

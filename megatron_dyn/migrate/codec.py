@@ -1,7 +1,9 @@
-"""One layer's whole state <-> a manifest and one flat byte buffer.
+"""One layer's whole state, and what travels of it: a manifest of its tensors, and a digest of their bytes.
 
-Whole state = parameters, buffers (persistent or not), extra state, fp32 main parameters, every optimizer tensor and scalar,
-`requires_grad`. The codec knows tensors and names, not Megatron: the host exports and loads a `LayerState`.
+Whole state = parameters, buffers (persistent or not), extra state, fp32 main parameters, every optimizer tensor and
+scalar, `requires_grad`. Tensors travel as they are: nothing is packed on the one side and what arrives on the other side
+becomes the layer, so that a move holds the state of the layers in flight once. The codec knows tensors and names, not
+Megatron: the host exports and loads a `LayerState`.
 """
 
 import zlib
@@ -9,15 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-_ALIGNMENT_BYTES = 64
-"""Tensors start at multiples of this in the buffer, so that any dtype can be viewed in place."""
-_CHECKSUM_CHUNK = 1 << 22
+_ROW_WORDS = 1 << 13
+"""Words in a row of what a digest on the CPU sums; smaller tensors are digested byte by byte."""
+_CHUNK_BYTES = 1 << 22
+"""Bytes that a digest on a GPU widens at a time."""
 
 
 class CodecError(RuntimeError):
-    """A buffer or state that does not fit its manifest; the message names layer, tensor, expected and actual."""
+    """A state that does not fit; the message names layer, tensor, expected and actual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerState:
-    """Everything a layer is, detached from model and optimizer. Tensors may be views of live state: read only."""
+    """Everything a layer is, detached from model and optimizer. On the rank it leaves, the live tensors: read only."""
 
     layer: int
     tensors: Mapping[Key, torch.Tensor]
@@ -42,96 +47,88 @@ class LayerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Where one tensor lies in the buffer."""
+    """One tensor of a manifest."""
 
     key: Key
     dtype: str
     shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return int(torch.Size(self.shape).numel() * _dtype(self.dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What travels for one layer. Small and picklable: every rank gets every manifest before any buffer moves."""
+    """What travels for one layer, in this order. Small and picklable: all ranks get all manifests before a tensor moves."""
 
     layer: int
     entries: tuple[Entry, ...]
     scalars: Mapping[str, Any]
-    total_bytes: int
-    checksum: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.num_bytes for entry in self.entries)
 
 
-def pack(state: LayerState) -> tuple[Manifest, torch.Tensor]:
-    """The manifest and a uint8 buffer [total_bytes] on the device of the state, holding a copy of every tensor."""
-    entries, offset = [], 0
-    for key, tensor in state.tensors.items():
-        num_bytes = tensor.numel() * tensor.element_size()
-        entries.append(Entry(key=key, dtype=_dtype_name(tensor), shape=tuple(tensor.shape), offset=offset, num_bytes=num_bytes))
-        offset += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    device = next((tensor.device for tensor in state.tensors.values() if tensor.is_cuda), torch.device("cpu"))
-    buffer = torch.zeros(offset, dtype=torch.uint8, device=device)
-    for entry, tensor in zip(entries, state.tensors.values(), strict=True):
-        _view(buffer, entry).copy_(tensor)
-    manifest = Manifest(
-        layer=state.layer,
-        entries=tuple(entries),
-        scalars=dict(state.scalars),
-        total_bytes=offset,
-        checksum=checksum(buffer),
+def describe(state: LayerState) -> Manifest:
+    """The manifest of `state`. Reads no tensor data."""
+    entries = (
+        Entry(key=key, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+        for key, tensor in state.tensors.items()
     )
-    return manifest, buffer
+    return Manifest(layer=state.layer, entries=tuple(entries), scalars=dict(state.scalars))
 
 
-def allocate(manifest: Manifest, device: torch.device) -> torch.Tensor:
-    """An empty buffer for what `manifest` announces."""
-    return torch.empty(manifest.total_bytes, dtype=torch.uint8, device=device)
+def allocate(manifest: Manifest, device: torch.device) -> LayerState:
+    """A state of the announced shapes with undefined values, to be filled by a transport."""
+    tensors = {entry.key: torch.empty(entry.shape, dtype=_dtype(entry.dtype), device=device) for entry in manifest.entries}
+    return LayerState(layer=manifest.layer, tensors=tensors, scalars=manifest.scalars)
 
 
-def verify(manifest: Manifest, buffer: torch.Tensor) -> str | None:
-    """None when `buffer` is what was sent, else one line that says what differs."""
-    if buffer.numel() != manifest.total_bytes:
-        return f"layer {manifest.layer}: expected {manifest.total_bytes} bytes, got {buffer.numel()}"
-    if (actual := checksum(buffer)) != manifest.checksum:
-        return f"layer {manifest.layer}: checksum differs, expected {manifest.checksum:#x}, got {actual:#x}"
-    return None
+def flat_bytes(state: LayerState) -> list[torch.Tensor]:
+    """The tensors of `state` as flat uint8 buffers, in manifest order, without the empty ones.
 
-
-def unpack(manifest: Manifest, buffer: torch.Tensor) -> LayerState:
-    """The state whose tensors are views into `buffer`; copy what must outlive it."""
-    return LayerState(
-        layer=manifest.layer,
-        tensors={entry.key: _view(buffer, entry) for entry in manifest.entries},
-        scalars=manifest.scalars,
-    )
-
-
-def checksum(buffer: torch.Tensor) -> int:
-    """A digest of a uint8 buffer, equal for equal bytes on any rank with the same kind of device.
-
-    CPU: CRC-32, without a copy. GPU: position-weighted sums of 32-bit words, computed in chunks so that the extra memory
-    stays small; the whole buffer is never brought to the host.
+    They share memory with the state, but for a tensor that is not contiguous, which is copied: fine for sending, and what is
+    received into comes from `allocate`.
     """
-    if not buffer.is_cuda:
-        return zlib.crc32(memoryview(buffer.numpy()))
-    words = buffer.view(torch.int32)
+    return [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in state.tensors.values() if tensor.numel()]
+
+
+def digest(state: LayerState) -> int:
+    """A digest of all bytes of a state, equal on two ranks (of one kind of device) if and, but for chance, only if they are.
+
+    CPU: CRC-32 over the sums of rows and of columns of 64-bit words, which is twice as fast as over the bytes and notices
+    any changed word and any two that changed places. GPU: position-weighted sums, in chunks so that the extra memory
+    stays small; the tensors are never brought to the host.
+    """
+    value = 0
+    for buffer in flat_bytes(state):
+        value = _device_digest(buffer, value) if buffer.is_cuda else _host_digest(buffer.numpy(), value)
+    return value
+
+
+def _host_digest(data: "npt.NDArray[np.uint8]", value: int) -> int:
+    whole = len(data) // (8 * _ROW_WORDS) * (8 * _ROW_WORDS)
+    if whole:
+        words = data[:whole].view(np.uint64).reshape(-1, _ROW_WORDS)
+        for axis in (0, 1):
+            value = zlib.crc32(np.add.reduce(words, axis=axis), value)
+    return zlib.crc32(data[whole:], value)
+
+
+def _device_digest(buffer: torch.Tensor, start_value: int) -> int:
     total = torch.zeros(2, dtype=torch.int64, device=buffer.device)
-    for start in range(0, words.numel(), _CHECKSUM_CHUNK):
-        chunk = words[start : start + _CHECKSUM_CHUNK].to(torch.int64)
+    for start in range(0, buffer.numel(), _CHUNK_BYTES):
+        chunk = buffer[start : start + _CHUNK_BYTES].to(torch.int64)
         weights = torch.arange(start, start + chunk.numel(), device=buffer.device, dtype=torch.int64) % 65521 + 1
         total += torch.stack((chunk.sum(), (chunk * weights).sum()))
     low, high = total.tolist()
-    return int(low * 0x9E3779B97F4A7C15 + high) & 0xFFFFFFFFFFFFFFFF
+    return int((start_value * 31 + low) * 0x9E3779B97F4A7C15 + high) & 0xFFFFFFFFFFFFFFFF
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
-    dtype = getattr(torch, entry.dtype)
-    flat = buffer[entry.offset : entry.offset + entry.num_bytes]
-    expected = torch.Size(entry.shape).numel() * dtype.itemsize
-    if flat.numel() != expected:
-        raise CodecError(f"{entry.key.kind} {entry.key.name}: expected {expected} bytes, got {flat.numel()}")
-    return flat.view(dtype).view(entry.shape)
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

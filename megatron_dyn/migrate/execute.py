@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dyn.migrate.codec import LayerState, Manifest, allocate, pack, unpack, verify
+from megatron_dyn.migrate.codec import LayerState, Manifest, allocate, describe, digest, flat_bytes
 from megatron_dyn.ports import Collective, JobError, Transport
-from megatron_dyn.records import Plan, Receipt
+from megatron_dyn.records import Move, Plan, Receipt
+
+_MAX_TENSORS = 1 << 12
+"""More tensors than a layer has; tags of different layers must not meet."""
 
 
 class PlanMismatch(JobError):
@@ -31,7 +34,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """What arrived on this rank, aside, by global layer id. Buffers are freed one by one as they are loaded."""
+    """What arrived on this rank, aside, by global layer id. Its tensors become the layer's own; they are not copied again."""
 
     receipt: Receipt
     states: dict[int, LayerState]
@@ -62,50 +65,78 @@ def execute(
     started = time.perf_counter()
     leaving = {move.layer: move for move in plan.moves if move.source == seat.pp_rank}
     arriving = {move.layer: move for move in plan.moves if move.destination == seat.pp_rank}
-    outgoing: dict[int, tuple[Manifest, torch.Tensor]] = {}
+    outgoing: dict[int, LayerState] = {}
     problem = None
     try:
-        outgoing.update({layer: pack(export(layer)) for layer in leaving})
-    except Exception as error:  # noqa: BLE001 - out of memory, say: the other ranks must hear of it, not wait for a send
-        problem = f"packing failed: {type(error).__name__}: {error}"
-    offer = Offer(digest=plan.digest, problem=problem, manifests={layer: pair[0] for layer, pair in outgoing.items()})
-    offers = _agree(offer, collective)
-    if any(other.problem for other in offers):
+        outgoing.update({layer: export(layer) for layer in leaving})
+    except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, not wait for a send
+        problem = f"export failed: {type(error).__name__}: {error}"
+    manifests = {layer: describe(state) for layer, state in outgoing.items()}
+    offers = _agree(Offer(digest=plan.digest, problem=problem, manifests=manifests), collective)
+    if any(offer.problem for offer in offers):
         return _nothing_moved(plan, problem, started)
-    received: dict[int, tuple[Manifest, torch.Tensor]] = {}
+    incoming: dict[int, LayerState] = {}
     try:
         for layer, move in arriving.items():
-            manifest = offers[seat.pipeline_ranks[move.source]].manifests[layer]
-            received[layer] = (manifest, allocate(manifest, seat.device))
-    except Exception as error:  # noqa: BLE001 - out of memory again, on the other side
+            incoming[layer] = allocate(offers[seat.pipeline_ranks[move.source]].manifests[layer], seat.device)
+    except Exception as error:  # noqa: BLE001 - out of memory, say
         problem = f"making room failed: {type(error).__name__}: {error}"
     if any(collective.gather(problem, "room for the layers")):
         return _nothing_moved(plan, problem, started)
-    for layer, move in leaving.items():
-        transport.submit_send(outgoing[layer][1], to_rank=seat.pipeline_ranks[move.destination], tag=layer)
-    for layer, (_, buffer) in received.items():
-        transport.submit_receive(buffer, from_rank=seat.pipeline_ranks[arriving[layer].source], tag=layer)
-    transport.run()
-    problems = [problem for manifest, buffer in received.values() if (problem := _check(manifest, buffer))]
+    for layer, state in outgoing.items():
+        _submit(transport.submit_send, state, "to_rank", seat.pipeline_ranks[leaving[layer].destination])
+    for layer, state in incoming.items():
+        _submit(transport.submit_receive, state, "from_rank", seat.pipeline_ranks[arriving[layer].source])
+    sent: dict[int, int | str] = {}
+    # The digests of what leaves are made while it is under way.
+    transport.run(meanwhile=lambda: sent.update(_digests(outgoing)))
+    problem = _compare(incoming, collective.gather(sent, "digests of the layers"), seat, arriving)
     return Staged(
         receipt=Receipt(
             plan_digest=plan.digest,
             sent_layers=tuple(leaving),
             received_layers=tuple(arriving),
-            sent_bytes=sum(manifest.total_bytes for manifest, _ in outgoing.values()),
-            received_bytes=sum(manifest.total_bytes for manifest, _ in received.values()),
+            sent_bytes=sum(manifest.num_bytes for manifest in manifests.values()),
+            received_bytes=sum(describe(state).num_bytes for state in incoming.values()),
             seconds=time.perf_counter() - started,
-            problem="; ".join(problems) or None,
+            problem=problem,
         ),
-        states={} if problems else {layer: unpack(*pair) for layer, pair in received.items()},
+        states={} if problem else incoming,
     )
 
 
-def _check(manifest: Manifest, buffer: torch.Tensor) -> str | None:
-    try:
-        return verify(manifest, buffer)
-    except Exception as error:  # noqa: BLE001 - becomes this rank's no in the vote
-        return f"layer {manifest.layer}: checking failed: {type(error).__name__}: {error}"
+def _submit(submit: Callable[..., None], state: LayerState, side: str, rank: int) -> None:
+    """Queue every tensor of a layer. Both ends go through the same manifest, so the order agrees, as NCCL needs it."""
+    for index, buffer in enumerate(flat_bytes(state)):
+        submit(buffer, **{side: rank}, tag=state.layer * _MAX_TENSORS + index)
+
+
+def _digests(states: Mapping[int, LayerState]) -> dict[int, int | str]:
+    """The digest of every layer, or why there is none: the ranks that wait for it must hear of a failure."""
+    digests: dict[int, int | str] = {}
+    for layer, state in states.items():
+        try:
+            digests[layer] = digest(state)
+        except Exception as error:  # noqa: BLE001 - becomes a no in the vote
+            digests[layer] = f"checking failed: {type(error).__name__}: {error}"
+    return digests
+
+
+def _compare(
+    incoming: Mapping[int, LayerState], sent: Sequence[Mapping[int, int | str]], seat: Seat, arriving: Mapping[int, Move]
+) -> str | None:
+    """None when every layer arrived as it was sent, else one line that names those that did not."""
+    problems = []
+    for layer, actual in _digests(incoming).items():
+        source = seat.pipeline_ranks[arriving[layer].source]
+        expected = sent[source][layer]
+        if isinstance(actual, str):
+            problems.append(f"layer {layer}: {actual}")
+        elif isinstance(expected, str):
+            problems.append(f"layer {layer}: {expected} (on rank {source}, which sent it)")
+        elif actual != expected:
+            problems.append(f"layer {layer}: checksum differs, expected {expected:#x}, got {actual:#x}")
+    return "; ".join(problems) or None
 
 
 def _agree(offer: Offer, collective: Collective) -> Sequence[Offer]:

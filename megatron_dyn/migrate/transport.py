@@ -1,5 +1,6 @@
 """Data planes: how buffers get from rank to rank. Three verbs (submit_send, submit_receive, run); no policy, no layout."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -37,15 +38,17 @@ class ProcessGroupTransport:
         """See ports.Transport."""
         self._queue.append((dist.P2POp(dist.irecv, buffer, from_rank, self._group, tag), f"receiving from rank {from_rank}"))
 
-    def run(self) -> None:
+    def run(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """See ports.Transport. Raises CollectiveTimeout naming the peer of the first transfer that did not finish."""
         queue, self._queue = self._queue, []
         if not queue:
+            meanwhile()
             return
         what = "starting the transfer"
         try:
             # On NCCL the first call on a group must be a collective; Megatron reduces start-up times on the default one.
             works = dist.batch_isend_irecv([operation for operation, _ in queue])
+            meanwhile()
             for index, work in enumerate(works):
                 what = queue[index][1] if len(works) == len(queue) else "moving layers"
                 work.wait(self._timeout)
@@ -75,11 +78,12 @@ class MemoryTransport:
         """See ports.Transport."""
         self._receives.append((from_rank, tag, buffer))
 
-    def run(self) -> None:
+    def run(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """See ports.Transport."""
         sends, receives = self._sends, self._receives
         self._sends, self._receives = [], []
         for to_rank, tag, buffer in sends:
             self.mailbox.put(self.rank, to_rank, tag, buffer)
+        meanwhile()
         for from_rank, tag, buffer in receives:
             buffer.copy_(self.mailbox.take(from_rank, self.rank, tag))

@@ -6,7 +6,6 @@ plugin can be tested with them too.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -78,12 +77,10 @@ class MemoryStore:
         return self.layers[layer]
 
     def prepare(self, staged: dict[int, LayerState]) -> None:
-        """See ports.LayerStore."""
+        """See ports.LayerStore. The staged tensors become the layer's own, as in the real store."""
         self.calls.append(("prepare", sorted(staged)))
         for layer in list(staged):
-            state = staged.pop(layer)
-            tensors = {key: tensor.clone() for key, tensor in state.tensors.items()}
-            self._prepared[layer] = replace(state, tensors=tensors)
+            self._prepared[layer] = staged.pop(layer)
         self._faults.check(Operation.PREPARE, self.rank)
 
     def discard(self) -> None:

@@ -16,9 +16,9 @@ def corrupt_first_transfer(argv: Sequence[str]) -> dict[str, Any]:
     transport = importlib.import_module("megatron_dyn.migrate.transport").ProcessGroupTransport
 
     def corrupting(original: Callable[..., None]) -> Callable[..., None]:
-        def run(self: Any) -> None:
+        def run(self: Any, meanwhile: Callable[[], None]) -> None:
             received = [operation.tensor for operation, what in self._queue if what.startswith("receiving")]
-            original(self)
+            original(self, meanwhile)
             if received:
                 received[0][len(received[0]) // 2] ^= 1
                 transport.run = original
@@ -48,14 +48,14 @@ def refuse_first_move(argv: Sequence[str]) -> dict[str, Any]:
 
 def die_while_moving(argv: Sequence[str]) -> None:
     """The broken rank's process is gone in the middle of its first move."""
-    _replace_run_on_broken_rank(lambda self: os._exit(9))
+    _replace_run_on_broken_rank(lambda self, meanwhile: os._exit(9))
     train(argv)
 
 
 def hang_while_moving(argv: Sequence[str]) -> None:
     """The broken rank is alive but never sends; it ends itself long after the others' timeout of 3 s."""
 
-    def hang(self: Any) -> None:
+    def hang(self: Any, meanwhile: Callable[[], None]) -> None:
         time.sleep(10)
         os._exit(0)
 
@@ -84,7 +84,7 @@ def fail_to_commit(argv: Sequence[str]) -> None:
     train(argv)
 
 
-def _replace_run_on_broken_rank(run: Callable[[Any], None]) -> None:
+def _replace_run_on_broken_rank(run: Callable[..., None]) -> None:
     if _is_broken_rank():
         importlib.import_module("megatron_dyn.migrate.transport").ProcessGroupTransport.run = run
 

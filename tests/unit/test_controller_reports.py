@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from megatron_dyn.migrate import pack
+from megatron_dyn.migrate import describe
 from megatron_dyn.records import Layout, Outcome
 from megatron_dyn.report import JsonlSink
 from megatron_dyn.testing.fakes import small_layer
@@ -33,7 +33,7 @@ class TestReport:
         (report,) = job.commits()
         assert [(move.layer, move.source, move.destination) for move in report.moves] == [(2, 0, 1), (3, 0, 1)]
         assert (report.round, report.iteration, report.tokens_per_step) == (1, 5, 1000)
-        assert report.moved_bytes == sum(pack(small_layer(layer))[0].total_bytes for layer in (2, 3))
+        assert report.moved_bytes == sum(describe(small_layer(layer)).num_bytes for layer in (2, 3))
         assert report.moving_seconds > 0
 
     def test_the_step_time_before_is_that_of_the_steps_that_were_not_sampled(self):

@@ -58,6 +58,27 @@ class TestMemoryTransport:
         second.run()
         assert received.tolist() == [7]
 
+    def test_what_is_done_meanwhile_comes_between_sending_and_receiving(self):
+        _, first, second = self.pair()
+        asked, answer, calls = buffer(0), buffer(0), []
+        first.submit_send(buffer(5), to_rank=1, tag=0)
+        first.submit_receive(answer, from_rank=1, tag=1)
+
+        def meanwhile():
+            # Works only if the question was sent before this, and the answer is waited for after it.
+            second.submit_receive(asked, from_rank=0, tag=0)
+            second.submit_send(buffer(6), to_rank=0, tag=1)
+            second.run()
+            calls.append((asked.item(), answer.item()))
+
+        first.run(meanwhile=meanwhile)
+        assert (calls, answer.item()) == ([(5, 0)], 6)
+
+    def test_what_is_to_be_done_meanwhile_is_done_without_a_transfer_too(self):
+        calls = []
+        self.pair()[1].run(meanwhile=lambda: calls.append("called"))
+        assert calls == ["called"]
+
     def test_a_buffer_that_never_comes_names_both_ranks(self):
         _, _, second = self.pair()
         second.submit_receive(buffer(0), from_rank=0, tag=3)
@@ -95,6 +116,20 @@ class TestProcessGroupTransportAlone:
         ProcessGroupTransport(None, timeout_seconds=1).run()
         assert started == []
 
+    def test_what_is_to_be_done_meanwhile_is_done_without_a_transfer_too(self, started):
+        calls = []
+        ProcessGroupTransport(None, timeout_seconds=1).run(meanwhile=lambda: calls.append("called"))
+        assert (calls, started) == (["called"], [])
+
+    def test_what_is_done_meanwhile_comes_after_the_start_and_before_any_wait(self, started, monkeypatch):
+        events = []
+        monkeypatch.setattr(FakeWork, "wait", lambda work, timeout: events.append("wait"))
+        wire = ProcessGroupTransport(None, timeout_seconds=1)
+        wire.submit_send(buffer(1), to_rank=3, tag=8)
+        wire.submit_receive(buffer(0), from_rank=6, tag=9)
+        wire.run(meanwhile=lambda: events.append(f"{len(started)} started"))
+        assert events == ["1 started", "wait", "wait"]
+
     def test_the_error_names_the_transfer_that_failed_and_the_queue_is_empty_after_it(self, started):
         wire = ProcessGroupTransport(None, timeout_seconds=2.5)
         wire.submit_send(buffer(1), to_rank=3, tag=8)
@@ -122,8 +157,9 @@ def exchange(rank, path, results):
     for tag in range(3):
         wire.submit_send(sent[tag], to_rank=1 - rank, tag=tag)
         wire.submit_receive(received[tag], from_rank=1 - rank, tag=tag)
-    wire.run()
-    outcome = "no error"
+    calls = []
+    wire.run(meanwhile=lambda: calls.append([tensor.tolist() for tensor in sent]))
+    outcome = "no error" if len(calls) == 1 else f"meanwhile called {len(calls)} times"
     if rank == 0:
         late = ProcessGroupTransport(None, timeout_seconds=0.5)
         late.submit_receive(torch.zeros(4, dtype=torch.uint8), from_rank=1, tag=77)
@@ -156,3 +192,4 @@ class TestProcessGroupTransportOverGloo:
                 process.kill()
         assert [received for received, _ in outcomes] == [[[11] * 4, [12] * 2, []], [[1] * 4, [2] * 2, []]]
         assert "rank 0: receiving from rank 1 failed within 0.5 s" in outcomes[0][1]
+        assert outcomes[1][1] == "no error"
