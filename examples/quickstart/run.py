@@ -105,7 +105,7 @@ def _train(command: list[str], log_path: Path, console: Console) -> int:
         )
         assert job.stdout is not None, "the pipe asked for is there"
         for line in _worth_seeing(job.stdout, log):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, markup=False, highlight=False)
         return job.wait()
 
 
@@ -137,6 +137,7 @@ def _shorten(line: str) -> str:
 def _save_picture(console: Console, path: Path) -> None:
     """The console as an SVG; without the web font that rich names, so that the file needs nothing from outside."""
     picture = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="make quickstart"), flags=re.DOTALL)
+    picture = picture.replace("Fira Code", "DejaVu Sans Mono")
     path.write_text(picture, encoding="utf-8")
 
 

@@ -7,7 +7,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_dyn.records import Layout, LayoutError, uniform_layout
+from megatron_dyn.ports import JobError
+from megatron_dyn.records import Layout, uniform_layout
 
 
 def layout_of_args(args: Any) -> Layout:
@@ -50,10 +51,10 @@ def layer_offset(config: Any) -> int:
 
 
 def check_built(layout: Layout, layers: tuple[int, ...]) -> None:
-    """Raise LayoutError unless the stage that Megatron built on this rank is what `layout` says."""
+    """Raise JobError unless the stage that Megatron built on this rank is what `layout` says."""
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     if layers != layout.layers_of_stage(pp_rank):
-        raise LayoutError(
+        raise JobError(
             f"stage {pp_rank}: layout {layout.text!r} expects layers {list(layout.layers_of_stage(pp_rank))}, "
             f"Megatron built {list(layers)}"
         )

@@ -20,9 +20,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_dyn.host.layout import layer_offset
+from megatron_dyn.ports import JobError
 
 
-class StageError(RuntimeError):
+class StageError(JobError):
     """A model that the plugin cannot edit; the message names the rank's class or layer, expected and actual."""
 
 
@@ -62,7 +63,10 @@ class StageModel:
     @property
     def device(self) -> torch.device:
         """Where the parameters live."""
-        return next(self.ddp.parameters()).device if any(True for _ in self.ddp.parameters()) else torch.device("cpu")
+        for parameter in self.ddp.parameters():
+            return parameter.device
+        # A stage without any parameter: it may get some.
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     def build(self, layer: int) -> torch.nn.Module:
         """A new layer with id `layer`, beside the model, on the right device and in the right precision.

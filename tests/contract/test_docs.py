@@ -61,3 +61,10 @@ def test_every_ledger_row_is_complete_and_applies_to_the_installed_host():
             assert seam.why, seam.target
             assert seam.remove_when, seam.target
         apply(seams)()
+
+
+def test_every_field_of_a_round_is_documented():
+    keys = set(re.findall(r'^ +"(\w+)": ', (ROOT / "megatron_dyn/report/flatten.py").read_text(), re.MULTILINE))
+    assert {"schema_version", "layers", "bubble_share"} <= keys
+    page = (ROOT / "docs/reports.md").read_text()
+    assert {key for key in keys if f"`{key}`" not in page} == set()

@@ -5,7 +5,8 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import corpus
@@ -169,25 +170,29 @@ def test_an_output_folder_that_cannot_be_made(text: Path, capfd: pytest.CaptureF
     assert text.read_text() == TEXT
 
 
-@pytest.fixture
-def limit_file_size() -> Iterator[Callable[[int], None]]:
-    """Stand in for a full disk: writing past `num_bytes` of any file fails, until the test ends."""
+@contextmanager
+def files_limited_to(num_bytes: int) -> Iterator[None]:
+    """Stand in for a full disk: writing past `num_bytes` of any file fails inside the block.
+
+    Not a fixture: pytest writes its dot before it tears fixtures down, and its output may be a file as well.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("num_bytes", [100, 8000])
-def test_a_full_disk_leaves_the_older_corpus_whole(
-    text: Path, tmp_path: Path, limit_file_size: Callable[[int], None], num_bytes: int
-) -> None:
+def test_a_full_disk_leaves_the_older_corpus_whole(text: Path, tmp_path: Path, num_bytes: int) -> None:
     out = tmp_path / "out"
     build_corpus([text], out, 290)
     before = {path: path.read_bytes() for path in out.iterdir()}
     text.write_text(TEXT * 200)
     # The model has about 5 kB, the tokens more than 8: first one write fails, then the other.
-    limit_file_size(num_bytes)
-    with pytest.raises(CorpusError, match=f"--out {out}: expected a folder to write to, found: File too large"):
+    full = f"--out {out}: expected a folder to write to, found: File too large"
+    with pytest.raises(CorpusError, match=full), files_limited_to(num_bytes):
         build_corpus([text], out, 290)
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 

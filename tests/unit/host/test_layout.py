@@ -8,6 +8,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_dyn.host.layout import check_built, layer_offset, layout_of_args, publish
+from megatron_dyn.ports import JobError
 from megatron_dyn.records import Layout, LayoutError
 
 TEXTS = [("Et*4|t*4L", 2), ("Ett|tttt|ttL", 3), ("E|t*3|t*4|tL", 4), ("Et|(tt|)*2tL", 4), ("Et|tt|t|tL", 2)]
@@ -124,5 +125,5 @@ class TestCheckBuilt:
 
     def test_another_stage_is_refused_with_what_was_expected_and_what_is_there(self, pp_rank):
         pp_rank(1)
-        with pytest.raises(LayoutError, match=r"stage 1: .* expects layers \[5, 6, 7\], Megatron built \[4, 5, 6, 7\]"):
+        with pytest.raises(JobError, match=r"stage 1: .* expects layers \[5, 6, 7\], Megatron built \[4, 5, 6, 7\]"):
             check_built(Layout.contiguous([5, 3]), (4, 5, 6, 7))
