@@ -100,7 +100,7 @@ class OptimizerEditor:
         main = state.main
         if main is not None:
             copy_tensor_model_parallel_attributes(main, parameter)
-            host_optimizer.copy_optimizer_param_metadata(main, parameter)
+            _copy_metadata(main, parameter)
             parameter.main_param = main
         key = parameter if main is None else main
         numbers = {
@@ -149,3 +149,12 @@ class OptimizerEditor:
                     wrapper.float16_groups[group] = [parameter for parameter, _ in halves]
                     wrapper.fp32_from_float16_groups[group] = [main for _, main in halves]
                     wrapper.fp32_from_fp32_groups[group] = [parameter for parameter, main in mine if main is None]
+
+
+def _copy_metadata(main: torch.Tensor, parameter: torch.Tensor) -> None:
+    """What the optimizer looks for on a parameter (shared between stages? an expert?), on its fp32 copy as well."""
+    if copy := getattr(host_optimizer, "copy_optimizer_param_metadata", None):
+        copy(main, parameter)
+    elif hasattr(parameter, "shared"):
+        # megatron-core 0.17 and 0.18 copy this attribute alone, inside a constructor.
+        main.shared = parameter.shared
