@@ -109,7 +109,7 @@ class DecideConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynConfig:
-    """Everything the user can set. Build it with `from_flags`-like bridges or by hand; immutable afterwards."""
+    """Everything the user can set. Built from flags by `args.config_from_args`, or by hand."""
 
     rebalance: RebalancePolicy = field(default_factory=RebalancePolicy)
     """`--dyn-rebalance`."""

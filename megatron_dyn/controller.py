@@ -96,6 +96,7 @@ class Controller:
         self._measuring_seconds = 0.0
         self._steps_since_move: int | None = None
         self._num_rounds = 0
+        self._last_boundary: int | None = None
         self._pending: RoundReport | None = None
         """The last commit, while its new step time is not known."""
         self._settled: RoundReport | None = None
@@ -113,6 +114,7 @@ class Controller:
 
         All ranks must call, before the first step. Raises like `at_boundary`.
         """
+        self._last_boundary = step
         if layout := self._pop_due(step):
             self._forced_round(step, layout)
 
@@ -121,8 +123,8 @@ class Controller:
         if self._wants_sample(step):
             started = time.perf_counter()
             self._enter(State.MEASURING)
-            self._crew.profiler.start()
             self._sampling = True
+            self._crew.profiler.start()
             self._measuring_seconds += time.perf_counter() - started
 
     def after_step(self, step: int, seconds: float) -> None:
@@ -149,6 +151,7 @@ class Controller:
             self._forced_round(step, forced)
         elif self._round_due(step):
             self._measured_round(step)
+        self._last_boundary = step
 
     def close(self) -> None:
         """The run is over, or failed: write what is pending and close the sinks. Idempotent, no collectives."""
@@ -188,7 +191,10 @@ class Controller:
             return False
         if self._config.rebalance.mode is RebalanceMode.AUTO:
             return self._window.full and not self._cooling_down
-        return self._next_scheduled(step) == step
+        # Megatron may skip iterations: a step that was due in between is due now.
+        first = step if self._last_boundary is None else self._last_boundary + 1
+        scheduled = self._next_scheduled(first)
+        return scheduled is not None and scheduled <= step
 
     @property
     def _cooling_down(self) -> bool:

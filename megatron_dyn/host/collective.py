@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dyn.ports import CollectiveTimeout
+from megatron_dyn.ports import CollectiveTimeout, JobError
 
 
 class GlooCollective:
@@ -30,9 +30,13 @@ class GlooCollective:
         """See ports.Collective."""
         values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value, group=self.group)
+            dist.all_gather_object(values, (what, value), group=self.group)
         except RuntimeError as error:
             raise CollectiveTimeout(
                 f"rank {self.rank}: {what}: a rank did not answer within {self._timeout_seconds:g} s or is gone: {error}"
             ) from error
-        return values
+        meetings = sorted({meeting for meeting, _ in values})
+        if meetings != [what]:
+            # Ranks decided differently: what they sent must not be taken for answers to each other.
+            raise JobError(f"rank {self.rank}: ranks are at different points of a round: {'; '.join(meetings)}")
+        return [value for _, value in values]

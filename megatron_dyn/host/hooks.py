@@ -91,7 +91,9 @@ class StepProfiler:
         return self._side(Kind.HEAD if self._stage.has_head else Kind.OTHER)
 
     def _after_layers(self) -> Slot:
-        """The same on the output side."""
+        """The same on the output side, which is the input side as well where a stage holds no layer."""
+        if not self._stage.layers and not self._stage.has_head:
+            return self._before_layers()
         return self._side(Kind.HEAD if self._stage.has_head else Kind.OTHER)
 
     def _around_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,9 +140,17 @@ class StepProfiler:
         return wrap
 
     def _time_optimizer(self) -> None:
-        """An attribute of the instance hides the method for one step; deleting it gives the method back."""
+        """An attribute of the instance hides the method for one step; what was there before comes back."""
+        before = vars(self._optimizer).get("step")
         self._optimizer.step = self._around(Slot(Kind.OPTIMIZER))(self._optimizer.step)
-        self._undo.append(lambda: delattr(self._optimizer, "step"))
+
+        def give_back() -> None:
+            if before is None:
+                del self._optimizer.step
+            else:
+                self._optimizer.step = before
+
+        self._undo.append(give_back)
 
     def _entering(self, layer: int, first: bool) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

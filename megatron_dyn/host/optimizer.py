@@ -85,7 +85,7 @@ class OptimizerEditor:
     ) -> None:
         """Take out `removed`, put in `added`, and list every group in the order of `order` (all parameters of the model).
 
-        Tensors of `added` states become the optimizer's own: give copies.
+        Tensors of `added` states become the optimizer's own.
         """
         members = self._members()
         for parameter in removed:

@@ -10,6 +10,7 @@ from megatron_dyn.host.clock import CudaEventClock, PerfCounterClock
 from megatron_dyn.host.footprint import footprint
 from megatron_dyn.host.hooks import StepProfiler
 from megatron_dyn.host.optimizer import OptimizerEditor
+from megatron_dyn.host.seams import apply
 from megatron_dyn.host.stage import StageModel
 from megatron_dyn.measure import Footprint, Position, Recorder, StepReading
 
@@ -23,6 +24,8 @@ class MegatronProfiler:
         self._stage, self._editor = stage, editor
         self._recorder = Recorder(clock)
         self._hooks = StepProfiler(stage, self._recorder, optimizer)
+        # A host that changed is found now, not at the first sampled step.
+        apply(self._hooks.seams())()
         self._meter: ActivationMeter | None = None
 
     def start(self) -> None:

@@ -101,6 +101,16 @@ LIMITS: tuple[Limit, ...] = (
         used=lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
     ),
     Limit(
+        flag="--ckpt-format",
+        what="saving in formats other than torch_dist (they cannot be resumed at another layout)",
+        used=lambda args: getattr(args, "save", None) is not None and args.ckpt_format != "torch_dist",
+    ),
+    Limit(
+        flag="--rampup-batch-size",
+        what="a batch size that changes (step times would not compare)",
+        used=_set("rampup_batch_size", "step_batch_size_schedule"),
+    ),
+    Limit(
         flag="--ckpt-assume-constant-structure",
         what="checkpoints whose cached structure a move would make stale",
         used=_set("ckpt_assume_constant_structure"),

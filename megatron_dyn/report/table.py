@@ -12,7 +12,7 @@ _MAX_LAYER_ROWS = 64
 
 
 class TableSink:
-    """Prints a round when it ends; a commit is printed once more when its new step time has been measured."""
+    """Prints a round when it ends, and one line more whenever the step time of a commit has been measured (anew)."""
 
     def __init__(self, console: Console) -> None:
         """`console` is injected so that tests can record it."""
@@ -80,9 +80,9 @@ def _figures(report: RoundReport) -> Text:
     )
     if report.predicted_before_seconds is None or report.predicted_after_seconds is None:
         return Text(seconds)
+    how = "measured" if report.measured_before_seconds else "simulated"
     return Text(
-        f"step time measured {report.predicted_before_seconds:.3f} s, predicted {report.predicted_after_seconds:.3f} s; "
-        f"{seconds}"
+        f"step time {how} {report.predicted_before_seconds:.3f} s, predicted {report.predicted_after_seconds:.3f} s; {seconds}"
     )
 
 

@@ -31,9 +31,18 @@ def layout_text(counts: list[int]) -> str:
     return f"E{'|'.join(f't*{count}' for count in counts)}L"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("world_size", "num_stages"), [(2, 2), (4, 4), (4, 2)], ids=["pp2", "pp4", "dp2pp2"])
+@pytest.mark.parametrize(
+    ("world_size", "num_stages", "tied", "precision"),
+    [
+        # Every pair of choices is here; all twelve triples passed as well, and take four minutes more on two cores.
+        pytest.param(2, 2, True, "fp32", id="pp2-tied-fp32"),
+        pytest.param(2, 2, False, "bf16", id="pp2-untied-bf16"),
+        pytest.param(4, 4, True, "bf16", id="pp4-tied-bf16"),
+        pytest.param(4, 4, False, "fp32", id="pp4-untied-fp32"),
+        pytest.param(4, 2, True, "bf16", id="dp2pp2-tied-bf16"),
+        pytest.param(4, 2, False, "fp32", id="dp2pp2-untied-fp32"),
+    ],
+)
 def test_sixty_steps_with_ten_moves_equal_sixty_steps_without(world_size, num_stages, tied, precision):
     flags = {
         "pipeline_model_parallel_size": num_stages,

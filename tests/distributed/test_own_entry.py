@@ -17,7 +17,7 @@ def run_the_block(block, argv):
     flags = importlib.import_module("megatron_dyn.host.cpu.flags")
     with importlib.import_module("megatron_dyn.host.cpu").activate():
         sys.argv = ["own_entry.py", *flags.cpu_arguments(argv)[0]]
-        names = {"parse_and_validate_args": importlib.import_module("megatron.training.arguments").parse_and_validate_args}
+        names = {}
         exec(block, names)
         installation = names["installation"]
         in_force = [seam.target for seam in installation.seams if seams.is_applied(seam)]

@@ -92,6 +92,20 @@ class TestScheduled:
         assert job.profilers[1].sampled_steps == [4, 5, 6, 13, 14, 15]
         assert [report.outcome for report in job.sink.rounds] == [Outcome.COMMIT, Outcome.NO_CHANGE]
 
+    @pytest.mark.parametrize("rebalance", ["at:6", "every:6"])
+    def test_a_round_whose_step_megatron_skips_comes_at_the_next_boundary(self, rebalance):
+        job = Job(config_of(rebalance), costs=heavy_last_layer)
+
+        def train(rank):
+            controller = job.controllers[rank]
+            for step in (1, 2, 3, 4, 5, 8, 9):
+                controller.before_step(step)
+                controller.after_step(step, 1.0)
+                controller.at_boundary(step)
+
+        job.world.run(train)
+        assert job.rounds_at() == [8]
+
     def test_a_step_within_the_warmup_has_nothing_to_go_by_and_says_so(self):
         job = Job(config_of("at:2", warmup=2), costs=heavy_last_layer).run(6)
         (report,) = job.sink.rounds

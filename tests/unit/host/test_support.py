@@ -33,6 +33,8 @@ USED = {
     "--perform-rl-step": {"perform_rl_step": True},
     "--inprocess-restart": {"inprocess_restart": True},
     "--non-persistent-ckpt-type": {"non_persistent_ckpt_type": "local"},
+    "--ckpt-format": {"ckpt_format": "torch", "save": "checkpoints"},
+    "--rampup-batch-size": {"rampup_batch_size": ["8", "8", "1000"]},
     "--ckpt-assume-constant-structure": {"ckpt_assume_constant_structure": True},
 }
 """For each limit, arguments that use it."""
@@ -50,6 +52,8 @@ def plain_args(**changes):
         "optimizer": "adam",
         "cpu_offloading_num_layers": 0,
         "non_persistent_ckpt_type": None,
+        "ckpt_format": "torch_dist",
+        "save": None,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
