@@ -84,6 +84,7 @@ def _parse(words: Sequence[str], providers: Sequence[ArgumentsProvider], stack: 
         # The plugin's own provider registers the flag in its group; without it the entry still has to know it.
         if parser.get_default("dyn_device") is None:
             add_device_argument(parser.add_argument_group(title="dynamic balancing"))
+        _mend_help(parser)
         return parser
 
     stack.callback(setattr, sys, "argv", sys.argv)
@@ -97,3 +98,12 @@ def _parse(words: Sequence[str], providers: Sequence[ArgumentsProvider], stack: 
             )
             raise SystemExit(2)
     return args
+
+
+def _mend_help(parser: ArgumentParser) -> None:
+    """Escape stray percent signs in Megatron's help texts: with one of them `--help` ends in a traceback (0.19.2)."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (TypeError, ValueError, KeyError):
+            action.help = str(action.help).replace("%", "%%")

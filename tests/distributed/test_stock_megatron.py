@@ -28,6 +28,7 @@ KINDS = {
     "uneven-layout": (2, PP2 | {"pipeline_model_parallel_layout": "Et*5|t*3L"}),
     "uneven-vpp-layout": (2, PP2 | {"pipeline_model_parallel_layout": "Et*3|t|t*2|t*2L"}),
     "bf16": (2, PP2 | {"bf16": True}),
+    "spec": (2, PP2 | {"spec": ["tests.distributed.layer_spec", "plain_layer"]}),
     "experts": (2, PP2 | EXPERTS),
     "expert-parallel": (2, EXPERTS | {"expert_model_parallel_size": 2}),
     "mtp": (2, PP2 | {"mtp_num_layers": 1, "position_embedding_type": "rope"}),
