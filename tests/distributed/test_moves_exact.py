@@ -34,7 +34,7 @@ def layout_text(counts: list[int]) -> str:
 @pytest.mark.parametrize(
     ("world_size", "num_stages", "tied", "precision"),
     [
-        # Every pair of choices is here; the other six triples passed as well, and take two and a half minutes more on two cores.
+        # Every pair of choices is here; the other six triples passed as well (2.5 minutes more on two cores).
         pytest.param(2, 2, True, "fp32", id="pp2-tied-fp32"),
         pytest.param(2, 2, False, "bf16", id="pp2-untied-bf16"),
         pytest.param(4, 4, True, "bf16", id="pp4-tied-bf16"),
