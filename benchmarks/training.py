@@ -1,6 +1,5 @@
 """Training runs for the benchmarks: the real entry on real ranks, with the time of every step and the plugin's rounds."""
 
-import importlib
 import json
 import tempfile
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 from megatron_dyn.host.seams import Seam, apply
 from megatron_dyn.testing.ranks import run_ranks
-from megatron_dyn.testing.training import tiny_gpt_arguments
+from megatron_dyn.testing.training import tiny_gpt_arguments, train_with_plugin
 
 # Big enough for timing, small enough for two cores: the head over this vocabulary weighs about five layers.
 MODEL: dict[str, Any] = {
@@ -75,9 +74,5 @@ def _train(argv: Sequence[str], after: Callable[[], Any] | None) -> tuple[list[f
         for name, wrap in (("train_step", around_step), ("train", around_train))
     ]
     with apply(rows):
-        importlib.import_module("megatron_dyn.host.pretrain").main(
-            argv,
-            extra_args_providers=[importlib.import_module("megatron_dyn.args").add_dyn_args],
-            before_training=importlib.import_module("megatron_dyn.installer").install_or_exit,
-        )
+        train_with_plugin(argv)
     return seconds, extra[0]

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_dyn.args import add_dyn_args
 from megatron_dyn.host.pretrain import main
 from megatron_dyn.host.steps import Step, recorded_steps
 from megatron_dyn.testing.ranks import run_ranks
@@ -75,6 +76,14 @@ def train(
         cwd=cwd,
         environment=environment,
     )
+
+
+def train_with_plugin(argv: Sequence[str]) -> None:
+    """Run the entry with the plugin, as `pretrain_gpt_dynamic.py` does: an `entry` for `train`, or a rank's whole work."""
+    # Not at the top: it imports Megatron, which the platform that `main` chooses has to precede.
+    from megatron_dyn.installer import install_or_exit
+
+    main(argv, extra_args_providers=[add_dyn_args], before_training=install_or_exit)
 
 
 def losses(steps_by_rank: Sequence[Sequence[Step]]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_dyn.host.seams import Seam, apply
 from megatron_dyn.testing.ranks import RankResult, run_ranks
 from megatron_dyn.testing.training import tiny_gpt_arguments
+from megatron_dyn.testing.training import train_with_plugin as train
 
 REPORT_FLAGS = {"dyn_record_losses": True, "dyn_exact_grad_norm": True}
 
@@ -57,15 +58,6 @@ def run_to_exit(
     """Run `function(argv, *args)` on every rank and return how each ended, whatever that is."""
     argv = tiny_gpt_arguments(**flags)
     return run_ranks(function, world_size, argv, *args, timeout_seconds=timeout_seconds, expect_exit=True)
-
-
-def train(argv: Sequence[str]) -> None:
-    """The entry as a user runs it."""
-    importlib.import_module("megatron_dyn.host.pretrain").main(
-        argv,
-        extra_args_providers=[importlib.import_module("megatron_dyn.args").add_dyn_args],
-        before_training=importlib.import_module("megatron_dyn.installer").install_or_exit,
-    )
 
 
 def train_and_dump(argv: Sequence[str]) -> dict[str, Any]:
