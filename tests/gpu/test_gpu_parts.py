@@ -1,11 +1,13 @@
 """The GPU twins of what the CPU tests prove: events as clock, checksum and codec on the device, the allocator's meter."""
 
+import math
+
 import pytest
 import torch
 
 from megatron_dyn.host.activations import AllocatorMeter
 from megatron_dyn.host.clock import CudaEventClock
-from megatron_dyn.host.grad_norm import exact_norm
+from megatron_dyn.host.grad_norm import exact_norm, exponent_of, sum_squares
 from megatron_dyn.measure import Kind, Recorder, Slot
 from megatron_dyn.migrate import Key, LayerState, allocate, describe, digest, flat_bytes
 
@@ -71,7 +73,20 @@ def test_the_meter_sees_what_the_allocator_gives():
     assert meter.bytes_by_slot[slot] >= kept.numel() * 4
 
 
-def test_the_exact_norm_is_that_of_the_whole():
-    gradient = torch.randn(1 << 20, device="cuda", dtype=torch.float64)
-    parts = [float(part.square().sum()) for part in gradient.split(12_345)]
-    assert exact_norm(parts) == pytest.approx(float(gradient.norm()), rel=1e-7)  # one rounding to fp32
+def test_the_exact_norm_of_pieces_is_that_of_the_whole_and_of_the_cpu():
+    # More than a block; cut so that no piece begins at a row.
+    gradient = torch.randn((1 << 21) + 12_345, device="cuda")
+    exponent = exponent_of([gradient])
+    total = sum_squares([gradient], exponent)
+    assert sum(sum_squares([piece], exponent) for piece in gradient.split(123_457)) == total
+    assert (exponent_of([gradient.cpu()]), sum_squares([gradient.cpu()], exponent)) == (exponent, total)
+    assert exact_norm(total, exponent) == pytest.approx(float(gradient.double().norm()), rel=1e-7)  # one rounding to fp32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_exponent_tells_infinity_and_not_a_number_on_the_device(dtype):
+    gradient = torch.ones(100_003, device="cuda", dtype=dtype)
+    gradient[77] = -math.inf
+    assert exact_norm(0, exponent_of([gradient])) == math.inf
+    gradient[99_999] = math.nan
+    assert math.isnan(exact_norm(0, exponent_of([gradient[:9], gradient])))
