@@ -1,4 +1,4 @@
-"""Between our Layout record and Megatron's `PipelineParallelLayerLayout` in the model config."""
+"""Between our Layout record and Megatron's: its model config, its arguments, and so the arguments in its checkpoints."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,6 +9,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_dyn.ports import JobError
 from megatron_dyn.records import Layout, uniform_layout
+
+STAMP = "dyn_layout_in_force"
+"""Attribute of Megatron's arguments, and so of every checkpoint: `<stages>:<layout>`, such as `2:Et*5|t*3L`."""
 
 
 def layout_of_args(args: Any) -> Layout:
@@ -43,11 +46,26 @@ def publish(config: Any, args: Any, layout: Layout) -> None:
     host_layout.validate_layer_layout(num_layers=config.num_layers, mtp_num_layers=config.mtp_num_layers)
     config.pipeline_model_parallel_layout = host_layout
     args.pipeline_model_parallel_layout = text
+    stamp(args, layout)
 
 
-def layer_offset(config: Any) -> int:
-    """Global id of this rank's first layer under the layout in force."""
-    return int(get_transformer_layer_offset(config))
+def stamp(args: Any, layout: Layout) -> None:
+    """Let checkpoints that are written from now on say, as plain text, which layout they were written at."""
+    setattr(args, STAMP, f"{layout.num_stages}:{layout.text}")
+
+
+def stamped_layout(args: Any) -> Layout | None:
+    """The layout on a checkpoint's arguments; None where the plugin did not write it. Raises ValueError if it is damaged."""
+    text = getattr(args, STAMP, None)
+    if text is None:
+        return None
+    num_stages, _, layout = text.partition(":")
+    return Layout.parse(layout, int(num_stages))
+
+
+def layer_offset(config: Any, vp_stage: int | None = None) -> int:
+    """Global id of the first layer of this rank's chunk `vp_stage` under the layout in force."""
+    return int(get_transformer_layer_offset(config, vp_stage))
 
 
 def check_built(layout: Layout, layers: tuple[int, ...]) -> None:

@@ -18,7 +18,10 @@ _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
 def _with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `DistributedOptimizer.state_dict`: give an optimizer that has not stepped yet the state of step 0."""
+    """Wrap `DistributedOptimizer.state_dict`: an optimizer that has not stepped yet, or has nothing to optimise, has a step.
+
+    A stage that lost all its layers holds no parameter; the step that counts comes from the ranks that hold some.
+    """
 
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:
@@ -27,7 +30,16 @@ def _with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
             self.init_state_fn(inner, self.config)
             for state in inner.state.values():
                 state["step"] = torch.zeros(())
-        return original(self)
+        if inner is None or any(group["params"] for group in inner.param_groups):
+            return original(self)
+        nothing = torch.nn.Parameter(torch.zeros(0))
+        inner.param_groups[0]["params"].append(nothing)
+        inner.state[nothing] = {"step": torch.zeros(())}
+        try:
+            return original(self)
+        finally:
+            inner.param_groups[0]["params"].clear()
+            del inner.state[nothing]
 
     return state_dict
 
