@@ -7,6 +7,7 @@ wheel of megatron-core; where a Megatron-LM checkout comes first on the path (be
 PYTHONPATH), its `megatron/` is used instead.
 """
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -28,4 +29,5 @@ if __name__ == "__main__":
     try:
         main(extra_args_providers=[add_dyn_args], before_training=install)
     except HostError as error:
-        sys.exit(f"pretrain_gpt_dynamic.py: error: {error}")
+        # The ranks of a job all find the same; one line is enough.
+        sys.exit(1 if os.environ.get("RANK", "0") != "0" else f"pretrain_gpt_dynamic.py: error: {error}")

@@ -43,4 +43,8 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - it answers with whatever li
     """Import what needs Megatron when it is first asked for."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_import_module(_HOMES[name]), name)
+    try:
+        return getattr(_import_module(_HOMES[name]), name)
+    except ImportError:
+        with _import_module("megatron_dyn.host.compat").refused_by_name():
+            raise

@@ -12,6 +12,7 @@ from megatron_dyn.config import (
     ForcedLayout,
     MeasureConfig,
     RebalancePolicy,
+    TransportKind,
 )
 
 GROUP_TITLE = "dynamic balancing (megatron_dyn)"
@@ -35,6 +36,11 @@ def add_dyn_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Gradient norm and clip factor that do not depend on the layout. Default: on when layers can move, else off.",
     )
     group.add_argument(
+        "--dyn-rng-per-layer",
+        action="store_true",
+        help="Dropout masks that follow the layer, not the stage it runs on: moves are exact with dropout too. Default: off.",
+    )
+    group.add_argument(
         "--dyn-report-dir", metavar="DIR", help="Write rounds.jsonl (and losses.jsonl) to DIR. Default: console only."
     )
     group.add_argument(
@@ -43,11 +49,25 @@ def add_dyn_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Write losses.jsonl: losses and gradient norm of every step in hex, with the layout in force.",
     )
     group.add_argument(
+        "--dyn-transport",
+        choices=[kind.value for kind in TransportKind],
+        default=DynConfig().transport.value,
+        help="What carries layers: torch.distributed, or one of Megatron's resharding copy services. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--dyn-migrate-bucket-bytes",
+        type=int,
+        default=DynConfig().bucket_bytes,
+        metavar="N",
+        help="The most a rank may have under way at a time while layers move. Default: %(default)s.",
+    )
+    group.add_argument(
         "--dyn-timeout-seconds",
         type=float,
         default=DynConfig().timeout_seconds,
         metavar="S",
-        help="The longest any wait of a round may take before the job ends with an error. Default: %(default)s.",
+        help="The longest any wait of a round may take before the job ends with an error; a whole transfer has to be done by "
+        "then, too. Default: %(default)s.",
     )
     return parser
 
@@ -83,10 +103,14 @@ def config_from_args(args: argparse.Namespace) -> DynConfig:
             allow_empty_stages=args.dyn_allow_empty_stages,
             stage_memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
         ),
+        layout_from_checkpoint=args.dyn_layout_from_checkpoint,
         exact_grad_norm=args.dyn_exact_grad_norm,
+        rng_per_layer=args.dyn_rng_per_layer,
         report_dir=args.dyn_report_dir,
         record_losses=args.dyn_record_losses,
         timeout_seconds=args.dyn_timeout_seconds,
+        transport=TransportKind(args.dyn_transport),
+        bucket_bytes=args.dyn_migrate_bucket_bytes,
     )
 
 
@@ -102,6 +126,13 @@ def _add_rebalance_args(group: Any) -> None:
         "--dyn-layout-at",
         metavar="N:LAYOUT[;M:LAYOUT]",
         help="Force a layout (Megatron's layout syntax) from the step after N on. Wins over --dyn-rebalance.",
+    )
+    group.add_argument(
+        "--dyn-layout-from-checkpoint",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Start at the layout that the checkpoint of --load was written at, if it fits. Default: on unless "
+        "--pipeline-model-parallel-layout is given.",
     )
     group.add_argument(
         "--dyn-min-gain",

@@ -107,6 +107,17 @@ class DecideConfig:
     """`--dyn-stage-memory-gib` in bytes: cap on state plus in-flight activations of a stage; None: no cap."""
 
 
+class TransportKind(StrEnum):
+    """What carries layers between ranks."""
+
+    TORCH = "torch"
+    """torch.distributed's point-to-point, on the job's default group on GPUs and on gloo on CPUs."""
+    GLOO_COPY = "gloo-copy"
+    """Megatron's resharding copy service over gloo, through host memory."""
+    NCCL_COPY = "nccl-copy"
+    """Megatron's resharding copy service over the default group."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynConfig:
     """Everything the user can set. Built from flags by `args.config_from_args`, or by hand."""
@@ -117,14 +128,22 @@ class DynConfig:
     """`--dyn-layout-at`: wins over `rebalance`."""
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     decide: DecideConfig = field(default_factory=DecideConfig)
+    layout_from_checkpoint: bool | None = None
+    """`--dyn-layout-from-checkpoint`: None means on unless Megatron's flags say where layers go."""
     exact_grad_norm: bool | None = None
     """`--dyn-exact-grad-norm`: None means on when moves can happen."""
+    rng_per_layer: bool = False
+    """`--dyn-rng-per-layer`: every layer has random streams of its own, whatever stage it is on."""
     report_dir: str | None = None
     """`--dyn-report-dir`: where rounds.jsonl and losses.jsonl go."""
     record_losses: bool = False
     """`--dyn-record-losses`: write losses.jsonl."""
     timeout_seconds: float = 120.0
     """`--dyn-timeout-seconds`: the longest any wait of a round may take."""
+    transport: TransportKind = TransportKind.TORCH
+    """`--dyn-transport`: what carries layers between ranks."""
+    bucket_bytes: int = 1 << 28
+    """`--dyn-migrate-bucket-bytes`: what a rank may have under way at a time during a move."""
 
     def __post_init__(self) -> None:
         """Refuse values out of range and contradictions; raises ConfigError naming the flag."""
@@ -135,6 +154,7 @@ class DynConfig:
             ("--dyn-cooldown-steps", self.decide.cooldown_steps, 0),
             ("--dyn-horizon-steps", self.decide.horizon_steps, 1),
             ("--dyn-stage-memory-gib", self.decide.stage_memory_bytes, 1),
+            ("--dyn-migrate-bucket-bytes", self.bucket_bytes, 1),
         ):
             if value is not None and value < low:
                 raise ConfigError(f"{flag}: expected at least {low}, got {value}")
@@ -163,7 +183,7 @@ class DynConfig:
     @property
     def active(self) -> bool:
         """Whether anything at all is to be installed; off means absent."""
-        return self.moves_possible or self.uses_exact_grad_norm or self.record_losses
+        return self.moves_possible or self.uses_exact_grad_norm or self.rng_per_layer or self.record_losses
 
     def forced_layouts(self, *, built: Layout) -> dict[int, Layout]:
         """The forced layouts by iteration, checked against what Megatron builds; raises ConfigError."""
@@ -174,23 +194,34 @@ class DynConfig:
                 layout.check_num_layers(built.num_layers)
             except LayoutError as error:
                 raise ConfigError(f"--dyn-layout-at {forced.iteration}: {error}") from error
-            if layout.num_virtual != 1:
-                raise ConfigError(
-                    f"--dyn-layout-at {forced.iteration}: expected {num_stages} stages (virtual stages cannot "
-                    f"be moved), got {len(layout.chunks)} in {forced.text!r}"
-                )
-            if _ends(layout) != _ends(built):
-                raise ConfigError(
-                    f"--dyn-layout-at {forced.iteration}: expected E, m and L on the stages of {built.text!r}, "
-                    f"got {forced.text!r} (only decoder layers move)"
-                )
-            if not self.decide.allow_empty_stages and 0 in layout.counts:
-                raise ConfigError(
-                    f"--dyn-layout-at {forced.iteration}: {forced.text!r} leaves stage {layout.counts.index(0)} without "
-                    "a decoder layer; pass --dyn-allow-empty-stages to allow that"
-                )
+            if (objection := self.objection(layout, built=built)) is not None:
+                raise ConfigError(f"--dyn-layout-at {forced.iteration}: {objection}")
             layouts[forced.iteration] = layout
         return layouts
+
+    def objection(self, layout: Layout, *, built: Layout) -> str | None:
+        """Why a run that stands at `built` cannot go to `layout`; None when it can. For forced and for requested layouts."""
+        one = "stage" if built.num_virtual == 1 else "chunk"
+        if (layout.num_stages, layout.num_virtual) != (built.num_stages, built.num_virtual):
+            return (
+                f"expected {len(built.chunks)} stages ({built.num_stages} pipeline stages of {built.num_virtual} chunks), "
+                f"got {len(layout.chunks)} in {layout.text!r}"
+            )
+        if layout.num_layers != built.num_layers:
+            return f"expected {built.num_layers} layers, got {layout.num_layers} in {layout.text!r}"
+        if _ends(layout) != _ends(built):
+            return f"expected E, m and L on the stages of {built.text!r}, got {layout.text!r} (only decoder layers move)"
+        if any(chunk.num_mtp for chunk in built.chunks) and layout.last_chunk_with_layers != built.last_chunk_with_layers:
+            # With MTP Megatron builds the final norm beside the last decoder layer, and only there.
+            return (
+                f"with MTP the last decoder layer stays on {one} {built.last_chunk_with_layers} of {built.text!r}, "
+                f"got {layout.text!r}"
+            )
+        emptied = [index for index, count in enumerate(layout.counts) if not count and built.counts[index]]
+        if emptied and not self.decide.allow_empty_stages:
+            left = f"{layout.text!r} leaves {one} {emptied[0]} without a decoder layer"
+            return f"{left}; pass --dyn-allow-empty-stages to allow that"
+        return None
 
 
 def _ends(layout: Layout) -> list[Chunk]:

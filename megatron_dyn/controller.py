@@ -6,16 +6,16 @@ the collectives inside a round always meet. It knows no Megatron: the host injec
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_dyn.config import DynConfig, RebalanceMode
 from megatron_dyn.measure import Footprint, Position, StepReading, StepTimes, Window, assemble, make_sample
-from megatron_dyn.migrate import LayerState, Seat, execute
+from megatron_dyn.migrate import Seat, Source, execute
 from megatron_dyn.plan import MoveHistory, decide, moves_between
-from megatron_dyn.ports import Collective, LayerStore, Sink, Transport
+from megatron_dyn.ports import Collective, LayerStore, PeakMemory, Sink, Transport
 from megatron_dyn.rebuild import rebuild
 from megatron_dyn.records import Layout, NoChange, Outcome, Plan, Rebuilt, Receipt, RoundReport, Snapshot
 
@@ -64,8 +64,9 @@ class Crew:
     transport: Transport
     store: LayerStore
     seat: Seat
-    export: Callable[[int], LayerState]
+    source: Source
     profiler: Profiler
+    memory: PeakMemory
     sinks: Sequence[Sink]
     """Empty on all ranks but the one that writes."""
 
@@ -78,6 +79,7 @@ class _Figures:
     deciding_seconds: float = 0.0
     moving_seconds: float = 0.0
     moved_bytes: int = 0
+    peak_extra_bytes: int | None = None
 
 
 class Controller:
@@ -97,6 +99,7 @@ class Controller:
         self._steps_since_move: int | None = None
         self._num_rounds = 0
         self._last_boundary: int | None = None
+        self._requested: Layout | None = None
         self._pending: RoundReport | None = None
         """The last commit, while its new step time is not known."""
         self._settled: RoundReport | None = None
@@ -117,6 +120,17 @@ class Controller:
         self._last_boundary = step
         if layout := self._pop_due(step):
             self._forced_round(step, layout)
+
+    def request(self, layout: Layout) -> None:
+        """Bring `layout` in force at the next step boundary; the last request before it counts.
+
+        For code that runs inside a step and knows that costs are about to change. Nothing moves now: gradients of this
+        step belong to the layers where they are. All ranks must request the same before that boundary; a layout of
+        --dyn-layout-at that is due there wins. Raises ValueError for a layout that this run cannot go to.
+        """
+        if (objection := self._config.objection(layout, built=self.layout)) is not None:
+            raise ValueError(f"requested layout: {objection}")
+        self._requested = layout
 
     def before_step(self, step: int) -> None:
         """Step `step` (1-based) is about to run: hook in if it is to be sampled."""
@@ -147,8 +161,13 @@ class Controller:
         enough = min(self._config.measure.window_samples, StepTimes.SIZE)
         if self._pending is not None and len(self._step_times) >= enough:
             self._report_measured()
+        requested, self._requested = self._requested, None
         if forced := self._pop_due(step):
+            if requested is not None:
+                logger.warning("the request for layout %s is dropped: --dyn-layout-at is due", requested.text)
             self._forced_round(step, forced)
+        elif requested is not None and requested != self.layout:
+            self._forced_round(step, requested, reason="requested")
         elif self._round_due(step):
             self._measured_round(step)
         self._last_boundary = step
@@ -206,12 +225,12 @@ class Controller:
         layouts = [self._forced.pop(at) for at in due]
         return layouts[-1] if layouts and layouts[-1] != self.layout else None
 
-    def _forced_round(self, step: int, layout: Layout) -> None:
+    def _forced_round(self, step: int, layout: Layout, reason: str = "forced by --dyn-layout-at") -> None:
         plan = Plan(
             before=self.layout,
             after=layout,
             moves=moves_between(self.layout, layout),
-            reason="forced by --dyn-layout-at",
+            reason=reason,
         )
         self._move(step, plan, _Figures())
 
@@ -254,33 +273,46 @@ class Controller:
     def _move(self, step: int, plan: Plan, figures: _Figures) -> None:
         self._enter(State.PLANNED)
         crew = self._crew
-        staged = execute(plan, crew.seat, crew.export, collective=crew.collective, transport=crew.transport)
+        crew.memory.start()
+        staged = execute(
+            plan,
+            crew.seat,
+            crew.source,
+            collective=crew.collective,
+            transport=crew.transport,
+            bucket_bytes=self._config.bucket_bytes,
+        )
         self._enter(State.STAGED)
         rebuilt = rebuild(
             plan,
-            staged.states,
+            staged,
             staged.receipt.problem,
             pp_rank=crew.seat.pp_rank,
             store=crew.store,
             collective=crew.collective,
         )
         self._enter(State.COMMITTED if rebuilt.committed else State.ABORTED)
-        seconds, moved_bytes = self._cost_of(staged.receipt, rebuilt)
-        self._report(step, plan, replace(figures, moving_seconds=seconds, moved_bytes=moved_bytes), rebuilt)
+        cost = self._cost_of(staged.receipt, rebuilt)
+        self._report(step, plan, replace(figures, **cost), rebuilt)
         self._window.clear()
         if rebuilt.committed:
             self.layout = plan.after
-            self._history = self._history.observe(moved_bytes=moved_bytes, seconds=seconds)
+            self._history = self._history.observe(moved_bytes=cost["moved_bytes"], seconds=cost["moving_seconds"])
             self._step_times.restart()
             self._crew.profiler.layout_changed()
         # An aborted move also starts the cool-down: what failed a moment ago would likely fail again.
         self._steps_since_move = 0
 
-    def _cost_of(self, receipt: Receipt, rebuilt: Rebuilt) -> tuple[float, int]:
-        """Seconds of the slowest rank and bytes moved in all, the same numbers on every rank."""
-        mine = (receipt.seconds + rebuilt.seconds, receipt.received_bytes)
-        costs: list[tuple[float, int]] = self._crew.collective.gather(mine, "cost of the move")
-        return max(seconds for seconds, _ in costs), sum(num_bytes for _, num_bytes in costs)
+    def _cost_of(self, receipt: Receipt, rebuilt: Rebuilt) -> dict[str, Any]:
+        """The part of `_Figures` that a move fills, the same numbers on every rank."""
+        mine = (receipt.seconds + rebuilt.seconds, receipt.received_bytes, self._crew.memory.stop())
+        costs: list[tuple[float, int, int | None]] = self._crew.collective.gather(mine, "cost of the move")
+        peaks = [peak for _, _, peak in costs if peak is not None]
+        return {
+            "moving_seconds": max(seconds for seconds, _, _ in costs),
+            "moved_bytes": sum(num_bytes for _, num_bytes, _ in costs),
+            "peak_extra_bytes": max(peaks) if len(peaks) == len(costs) else None,
+        }
 
     def _report(self, step: int, decision: Plan | NoChange, figures: _Figures, rebuilt: Rebuilt | None = None) -> None:
         if self._pending is not None and len(self._step_times):
@@ -307,6 +339,7 @@ class Controller:
             measuring_seconds=self._measuring_seconds,
             deciding_seconds=figures.deciding_seconds,
             moving_seconds=figures.moving_seconds,
+            peak_extra_bytes=figures.peak_extra_bytes,
         )
         self._measuring_seconds = 0.0
         if committed:

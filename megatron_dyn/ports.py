@@ -6,7 +6,7 @@ Nothing here may import torch: a buffer is opaque to everything but `migrate` an
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from megatron_dyn.records import Layout, RoundReport
+from megatron_dyn.records import Layout, Plan, RoundReport
 
 
 class JobError(RuntimeError):
@@ -70,23 +70,36 @@ class Transport(Protocol):
 class LayerStore(Protocol):
     """The stage's model and optimizer as the rebuild sees them: prepare aside, then commit, or discard."""
 
-    def prepare(self, staged: Any) -> None:
-        """Build the arriving layers beside the model and load their state. The model is not touched."""
+    def prepare(self, plan: Plan, staged: Any) -> None:
+        """Build the arriving layers beside the model and load their state. The model is not touched.
+
+        `plan` stays the one in hand until `rewrap` or `discard`; every rank gets it, affected or not.
+        """
 
     def discard(self) -> None:
         """Forget what was prepared; the model is as before."""
 
     def detach(self, layers: Sequence[int]) -> None:
-        """Take layers out of the model and their state out of the optimizer."""
+        """Make ready to let layers go: after it the model cannot train until `publish`, `attach` and `rewrap` are done."""
 
     def attach(self, layers: Sequence[int]) -> None:
-        """Put prepared layers into the model and their state into the optimizer, in layer order."""
+        """Give every chunk the layers of the published layout, the optimizer what belongs to them, both in layer order."""
 
     def publish(self, layout: Layout) -> None:
         """Make Megatron's config carry `layout`. Called on every rank, affected or not."""
 
     def rewrap(self) -> None:
-        """Rebuild gradient buffers and hooks around the changed model. Only on affected stages."""
+        """Rebuild gradient buffers, hooks and sharded optimizer state around the changed model. Only on affected stages."""
+
+
+class PeakMemory(Protocol):
+    """How much more memory a stretch of work needs than was in use when it began."""
+
+    def start(self) -> None:
+        """The stretch begins."""
+
+    def stop(self) -> int | None:
+        """Bytes at the peak since `start` beyond those in use then; None where that cannot be seen."""
 
 
 class Sink(Protocol):

@@ -1,7 +1,7 @@
 """Which Megatron-core this is, whether it is one we support, and the few calls that differ between its releases.
 
-Asked by `seams` (to name the host in an error), by `pretrain` and by `install`. It knows releases and symbols only: it
-must not know what any seam does with a symbol, and importing it must not import Megatron.
+Asked by `seams` (to name the host in an error), by `pretrain`, by `install` and by the package root. It knows releases
+and symbols only: it must not know what any seam does with a symbol, and importing it must not import Megatron.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 SUPPORTED_LOWEST = (0, 17)
 """First megatron-core release (major, minor) the plugin supports."""
@@ -27,6 +28,18 @@ SUPPORTED_RANGE = "0.17 <= megatron-core < 0.20"
 
 class HostError(RuntimeError):
     """Megatron-core is missing, is of a release we do not support, or lacks a symbol we rely on."""
+
+
+class Reliance(Protocol):
+    """What the plugin relies on in its host: a row of the ledger, as far as this module has to know one."""
+
+    @property
+    def target(self) -> str:
+        """The attribute, as `package.module:attribute.path`."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names that its signature must contain; empty means that it is not checked."""
 
 
 def megatron_version() -> str:
@@ -64,6 +77,33 @@ def check_version() -> str:
     return version
 
 
+def check_host(rows: Iterable[Reliance]) -> str:
+    """Return the installed version, or raise `HostError`: one line with the version, the range and all that is missing.
+
+    Imports the modules of the rows; applies nothing. The installer calls it on every rank before anything is changed.
+    """
+    version, missing = megatron_version(), missing_from_host(rows)
+    if is_supported(version) and not missing:
+        return version
+    told = f"; missing in it: {', '.join(missing)}" if missing else ""
+    raise HostError(f"megatron-core: expected {SUPPORTED_RANGE}, actual {version}{told}")
+
+
+@contextmanager
+def refused_by_name() -> Iterator[None]:
+    """Turn an ImportError about Megatron in the block into a `HostError` with version, range and what is missing.
+
+    For the imports at the top of our own modules, which fail before any row of the ledger can be checked. Other
+    import errors pass as they are.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "megatron":
+            raise
+        raise HostError(f"megatron-core: expected {SUPPORTED_RANGE}, actual {megatron_version()}; {error}") from error
+
+
 def resolve(target: str) -> tuple[Any, str]:
     """Return (owner, attribute name) of a target `package.module:attribute.path`, importing its module.
 
@@ -83,15 +123,33 @@ def resolve(target: str) -> tuple[Any, str]:
     return owner, name
 
 
-def missing_symbols(targets: Iterable[str]) -> list[str]:
-    """Return those of the targets (`package.module:attribute.path`) the installed Megatron does not have, in order."""
-    missing = []
-    for target in targets:
+def missing_from_host(rows: Iterable[Reliance]) -> list[str]:
+    """Return what of the rows the installed Megatron does not have, in order and once: `module:name`, or, where only
+    parameters are missing, `module:name(first, second)`.
+    """
+    missing: dict[str, None] = {}
+    for row in rows:
         try:
-            resolve(target)
+            owner, name = resolve(row.target)
+            lacking = missing_parameters(getattr(owner, name), row.parameters)
         except HostError:
-            missing.append(target)
-    return missing
+            missing[row.target] = None
+        else:
+            if lacking:
+                missing[f"{row.target}({', '.join(lacking)})"] = None
+    return list(missing)
+
+
+def missing_parameters(function: Any, names: Iterable[str]) -> list[str]:
+    """Return those of the names that the signature of `function` does not have, in order; all where it has none.
+
+    A wrapper that keeps `__wrapped__` counts as what it wraps.
+    """
+    try:
+        actual = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return list(names)
+    return [name for name in names if name not in actual]
 
 
 def call_supported(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

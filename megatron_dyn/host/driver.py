@@ -4,6 +4,7 @@ What a round does is not known here; the composition root injects it as `Rounds`
 """
 
 import logging
+import multiprocessing
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from megatron.core import parallel_state
 
 from megatron_dyn.host.seams import Seam
 from megatron_dyn.ports import JobError
+from megatron_dyn.records import Layout
 from megatron_dyn.report import ReportError
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,9 @@ class Rounds(Protocol):
     @property
     def layout_text(self) -> str:
         """The layout in force, in Megatron's syntax."""
+
+    def request(self, layout: Layout) -> None:
+        """Bring a layout in force at the next step boundary."""
 
     def begin(self, step: int) -> None:
         """Training starts after iteration `step`."""
@@ -74,6 +79,12 @@ class JobDriver:
         self._make_rounds, self._open_losses = make_rounds, open_losses
         self._rounds: Rounds | None = None
         self._losses: Losses | None = None
+
+    def request(self, layout: Layout) -> None:
+        """Pass a request on to the rounds; see Rounds.request. Raises RuntimeError while no training runs."""
+        if self._rounds is None:
+            raise RuntimeError("a layout can be requested while training runs and layers may move, not before or after")
+        self._rounds.request(layout)
 
     def rows(self) -> tuple[Seam, ...]:
         """The ledger rows this job needs: none that has nothing to do."""
@@ -187,4 +198,7 @@ def _end_the_job(error: Exception) -> None:
     sys.stdout.flush()
     sys.stderr.write(f"megatron_dyn: error: {error}\n")
     sys.stderr.flush()
+    # They would outlive the rank and hold the launcher's pipes open: a writer of checkpoints waits for its next save for ever.
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(1)

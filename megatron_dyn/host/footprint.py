@@ -4,18 +4,19 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from megatron_dyn.host.optimizer import OptimizerEditor, ParameterState
+from megatron_dyn.host.editors import Editor
+from megatron_dyn.host.optimizer import ParameterState
 from megatron_dyn.host.stage import StageModel
 from megatron_dyn.measure import Footprint, Kind, Slot
 from megatron_dyn.records import Cost
 
 
-def footprint(stage: StageModel, optimizer: OptimizerEditor, activations: Mapping[Slot, int]) -> Footprint:
+def footprint(stage: StageModel, editor: Editor, activations: Mapping[Slot, int]) -> Footprint:
     """What every layer and both ends hold on this rank; times are zero."""
     layers = stage.layers
-    states = optimizer.export(parameter for parameter in stage.ddp.parameters() if parameter.requires_grad)
+    states = editor.states()
     in_layers = {parameter for module in layers.values() for parameter in module.parameters()}
-    ends = [parameter for parameter in stage.ddp.parameters() if parameter not in in_layers]
+    ends = [parameter for parameter in stage.parameters() if parameter not in in_layers]
     shared = [parameter for parameter in ends if stage.has_embedding]
     return Footprint(
         layers={

@@ -5,6 +5,7 @@ is known, copy nothing, and leave the graph alone). The gradient of a layer's ou
 first layer's input ends it. A layer that runs forward inside a backward is recomputation and counts as backward.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_dyn.host.activations import ActivationMeter
+from megatron_dyn.host.chunk import ModelChunk
 from megatron_dyn.host.seams import Seam, apply
 from megatron_dyn.host.stage import StageModel
 from megatron_dyn.measure import Kind, Recorder, Slot
@@ -35,11 +37,13 @@ class StepProfiler:
         """Hook in for the step that begins now; `meter` also weighs the activations of its first micro-batch."""
         self._meter = meter
         self._undo.append(apply(self.seams()))
-        layers = self._stage.layers
-        for layer, module in layers.items():
-            first, last = layer == min(layers), layer == max(layers)
-            self._undo.append(module.register_forward_pre_hook(self._entering(layer, first), with_kwargs=True).remove)
-            self._undo.append(module.register_forward_hook(self._leaving(layer, last)).remove)
+        for chunk in self._stage.chunks:
+            layers = chunk.layers
+            for layer, module in layers.items():
+                entering = self._entering(layer, chunk, first=layer == min(layers))
+                leaving = self._leaving(layer, chunk, last=layer == max(layers))
+                self._undo.append(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
+                self._undo.append(module.register_forward_hook(leaving).remove)
         self._time_optimizer()
         self._recorder.begin()
 
@@ -84,24 +88,41 @@ class StepProfiler:
     def _side(self, kind: Kind, layer: int = -1) -> Slot:
         return Slot(kind, layer, self._in_backward)
 
-    def _before_layers(self) -> Slot:
-        """To whom time belongs on the input side of the layers: embedding, or on the last stage the batch of the loss."""
-        if self._stage.has_embedding:
+    def _before_layers(self, chunk: ModelChunk) -> Slot:
+        """To whom time belongs on the input side of the layers: embedding, or in the last chunk the batch of the loss."""
+        if chunk.has_embedding:
             return self._side(Kind.EMBEDDING)
-        return self._side(Kind.HEAD if self._stage.has_head else Kind.OTHER)
+        return self._side(Kind.HEAD if chunk.has_head else Kind.OTHER)
 
-    def _after_layers(self) -> Slot:
-        """The same on the output side, which is the input side as well where a stage holds no layer."""
-        if not self._stage.layers and not self._stage.has_head:
-            return self._before_layers()
-        return self._side(Kind.HEAD if self._stage.has_head else Kind.OTHER)
+    def _after_layers(self, chunk: ModelChunk) -> Slot:
+        """The same on the output side, which is the input side as well where a chunk holds no layer."""
+        if not chunk.layers and not chunk.has_head:
+            return self._before_layers(chunk)
+        return self._side(Kind.HEAD if chunk.has_head else Kind.OTHER)
+
+    def _chunk_of_forward(self, model: Any) -> ModelChunk:
+        return next((chunk for chunk in self._stage.chunks if chunk.ddp is model), self._stage.chunks[0])
+
+    def _chunk_of_backward(self, output_tensor_grad: Any) -> ModelChunk | None:
+        """The schedule does not say which chunk a backward is of; only that of the loss comes without a gradient."""
+        if len(self._stage.chunks) == 1:
+            return self._stage.chunks[0]
+        grads = output_tensor_grad if isinstance(output_tensor_grad, list) else [output_tensor_grad]
+        if any(grad is not None for grad in grads):
+            return None
+        return next((chunk for chunk in self._stage.chunks if chunk.has_head), None)
 
     def _around_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @wraps(original)
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             self._in_backward = False
-            self._recorder.count_microbatch()
-            before = self._switch(self._before_layers())
+            chunk = self._chunk_of_forward(signature.bind(*args, **kwargs).arguments["model"])
+            if chunk is self._stage.chunks[0]:
+                # The other chunks see the same micro-batches again.
+                self._recorder.count_microbatch()
+            before = self._switch(self._before_layers(chunk))
             try:
                 if self._meter is None or self._meter.done:
                     return original(*args, **kwargs)
@@ -113,10 +134,13 @@ class StepProfiler:
         return forward_step
 
     def _around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @wraps(original)
         def backward_step(*args: Any, **kwargs: Any) -> Any:
             self._in_backward = True
-            before = self._switch(self._after_layers())
+            chunk = self._chunk_of_backward(signature.bind(*args, **kwargs).arguments["output_tensor_grad"])
+            before = self._switch(self._side(Kind.OTHER) if chunk is None else self._after_layers(chunk))
             try:
                 return original(*args, **kwargs)
             finally:
@@ -152,23 +176,23 @@ class StepProfiler:
 
         self._undo.append(give_back)
 
-    def _entering(self, layer: int, first: bool) -> Callable[..., None]:
+    def _entering(self, layer: int, chunk: ModelChunk, *, first: bool) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             self._switch(self._side(Kind.LAYER, layer))
             hidden = kwargs.get("hidden_states", args[0] if args else None)
             if first and isinstance(hidden, torch.Tensor) and hidden.requires_grad and torch.is_grad_enabled():
-                hidden.register_hook(lambda grad: self._mark(self._before_layers))
+                hidden.register_hook(lambda grad: self._mark(lambda: self._before_layers(chunk)))
 
         return hook
 
-    def _leaving(self, layer: int, last: bool) -> Callable[..., None]:
+    def _leaving(self, layer: int, chunk: ModelChunk, *, last: bool) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
                 hidden.register_hook(lambda grad: self._mark(lambda: self._side(Kind.LAYER, layer)))
             # Inside a backward the layer keeps its time: recomputation is followed by its own backward.
             if not self._in_backward:
-                self._switch(self._after_layers() if last else self._side(Kind.OTHER))
+                self._switch(self._after_layers(chunk) if last else self._side(Kind.OTHER))
 
         return hook
 

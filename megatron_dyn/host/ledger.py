@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_dyn.host import grad_norm
+from megatron_dyn.host import checkpoint, grad_norm
+from megatron_dyn.host.cpu.async_rows import ASYNC_ROWS
 from megatron_dyn.host.cpu.megatron_rows import MEGATRON_ROWS
+from megatron_dyn.host.cpu.model_rows import MODEL_ROWS
 from megatron_dyn.host.cpu.optimizer_rows import OPTIMIZER_ROWS
 from megatron_dyn.host.cpu.torch_rows import TORCH_ROWS
 from megatron_dyn.host.driver import JobDriver
 from megatron_dyn.host.hooks import StepProfiler
+from megatron_dyn.host.layer_rng import LayerStreams
 from megatron_dyn.host.rows import HOST_ROWS
 from megatron_dyn.host.seams import Seam
 
@@ -19,9 +22,10 @@ def ledger() -> Mapping[str, tuple[Seam, ...]]:
     nobody: Any = SimpleNamespace()
     driver = JobDriver(nobody, layout_text="", make_rounds=lambda model, optimizer: nobody, open_losses=None)
     return {
-        "while layers may move": (*driver.rows(), grad_norm.seam()),
+        "while layers may move": (*driver.rows(), *checkpoint.rows(nobody), grad_norm.seam()),
+        "with --dyn-rng-per-layer": LayerStreams(nobody).rows(),
         "during a sampled step": StepProfiler(nobody, nobody, nobody).seams(),
         "in every run of pretrain_gpt_dynamic.py": HOST_ROWS,
-        "on a machine without a GPU: Megatron": (*MEGATRON_ROWS, *OPTIMIZER_ROWS),
+        "on a machine without a GPU: Megatron": (*MEGATRON_ROWS, *MODEL_ROWS, *OPTIMIZER_ROWS, *ASYNC_ROWS),
         "on a machine without a GPU: torch": TORCH_ROWS,
     }

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import arguments, checkpointing, get_args, global_vars, training
@@ -121,3 +125,63 @@ def _mtp_spec(args: Namespace, config: Any, spec: Any, vp_stage: int | None) -> 
 
 def _do_nothing() -> Callable[..., None]:
     return lambda *_args, **_options: None
+
+
+@dataclass(frozen=True, slots=True)
+class BufferKind:
+    """Which parameters share a buffer."""
+
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    is_expert_parallel: bool
+
+
+def full_param_layout(
+    params: list[torch.Tensor],
+    bucket_size: int | None,
+    data_parallel_world_size: int,
+    ddp_config: Any,
+    expert_data_parallel_world_size: int,
+) -> Any:
+    """What `DistributedOptimizer.compute_full_param_layout` of 0.18 answers, for 0.17, where buffers lay themselves out.
+
+    Source: 0.17's _ParamAndGradBuffer.__init__: parameters from last to first, each at a multiple of 64 elements, buckets that
+    end at a multiple of what the data-parallel ranks can share. A layout that is not what Megatron then makes is noticed
+    at the commit (`host.shards`), where the job would end.
+    """
+    groups: dict[BufferKind, list[torch.Tensor]] = {}
+    for parameter in params:
+        grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else parameter.dtype
+        kind = BufferKind(parameter.dtype, grad_dtype, not getattr(parameter, "allreduce", True))
+        groups.setdefault(kind, []).append(parameter)
+    layouts = {}
+    for kind, members in groups.items():
+        ranks = expert_data_parallel_world_size if kind.is_expert_parallel else data_parallel_world_size
+        shared = [ranks, 128, *([2**16] if ddp_config.pad_buckets_for_high_nccl_busbw else [])]
+        layouts[kind] = _one_buffer(members, bucket_size, math.lcm(*shared))
+    return SimpleNamespace(layouts=layouts)
+
+
+def _one_buffer(members: list[torch.Tensor], bucket_size: int | None, divisor: int) -> Any:
+    index_map: dict[torch.Tensor, tuple[int, int, int]] = {}
+    buckets: list[tuple[int, int]] = []
+    bucket_start = position = 0
+
+    def close_bucket(end: int) -> int:
+        nonlocal bucket_start
+        buckets.append((bucket_start, -(-end // divisor) * divisor))
+        bucket_start = buckets[-1][1]
+        return bucket_start
+
+    for parameter in reversed(members):
+        start = -(-position // 64) * 64
+        alone = getattr(parameter, "shared_embedding", False)
+        if alone and position > bucket_start:
+            start = close_bucket(start)
+        position = start + parameter.nelement()
+        index_map[parameter] = (start, position, len(buckets))
+        if alone or (bucket_size is not None and position - bucket_start >= bucket_size):
+            position = close_bucket(position)
+    if position > bucket_start:
+        close_bucket(position)
+    return SimpleNamespace(param_index_map=index_map, bucket_indices=buckets)

@@ -1,11 +1,11 @@
-"""Edits Megatron's optimizer in place: takes parameters with their moments out, puts others in, keeps Megatron's order.
+"""Edits Megatron's unsharded optimizers in place: takes parameters with their moments out, puts others in, keeps the order.
 
 Works on the torch optimizer inside `FP32Optimizer` and `Float16OptimizerWithFloat16Params`, chained or not. The optimizer
 objects stay, because `train()` holds them as locals; parameters that stay keep their very tensors. Source of the list
 structure: megatron/core/optimizer/optimizer.py.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,12 +51,30 @@ class ScalarTensor:
         return torch.tensor(self.value, dtype=getattr(torch, self.dtype), device=device)
 
 
-class OptimizerEditor:
+def numbers_and_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A torch optimizer's state of one parameter, parted into plain values and live tensors of the parameter's size."""
+    numbers, tensors = {}, {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            numbers[name] = ScalarTensor(value.item(), str(value.dtype).removeprefix("torch."), value.device.type)
+        elif isinstance(value, torch.Tensor):
+            tensors[name] = value
+        else:
+            numbers[name] = value
+    return numbers, tensors
+
+
+def restored_numbers(numbers: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
+    """The plain values as the optimizer keeps them; tensors among them go to the CPU or to the device of `like`."""
+    return {name: value.materialise(like) if isinstance(value, ScalarTensor) else value for name, value in numbers.items()}
+
+
+class ListEditor:
     """One per rank, bound to the optimizer of the job."""
 
-    def __init__(self, optimizer: Any) -> None:
-        """`optimizer` is what `setup_model_and_optimizer` returned."""
-        self._chain = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    def __init__(self, chain: list[Any]) -> None:
+        """`chain` holds every FP32Optimizer or Float16OptimizerWithFloat16Params of the job."""
+        self._chain = chain
 
     def export(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, ParameterState]:
         """The states of local parameters; the tensors are live, so copy before changing any. KeyError if one is unknown."""
@@ -65,16 +83,13 @@ class OptimizerEditor:
 
     def _describe(self, parameter: torch.Tensor, membership: Membership, main: torch.Tensor | None) -> ParameterState:
         inner = self._chain[membership.chain].optimizer
-        tensors, numbers = {}, {}
-        for name, value in inner.state.get(parameter if main is None else main, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() == 0:
-                numbers[name] = ScalarTensor(value.item(), str(value.dtype).removeprefix("torch."), value.device.type)
-            elif isinstance(value, torch.Tensor):
-                tensors[name] = value
-            else:
-                numbers[name] = value
+        numbers, tensors = numbers_and_tensors(inner.state.get(parameter if main is None else main, {}))
         group_step = inner.param_groups[membership.group].get("step")
         return ParameterState(membership=membership, main=main, tensors=tensors, numbers=numbers, group_step=group_step)
+
+    def states(self) -> dict[torch.Tensor, ParameterState]:
+        """The states of all local parameters; see `export`."""
+        return {parameter: self._describe(parameter, *member) for parameter, member in self._members().items()}
 
     def edit(
         self,
@@ -103,10 +118,7 @@ class OptimizerEditor:
             _copy_metadata(main, parameter)
             parameter.main_param = main
         key = parameter if main is None else main
-        numbers = {
-            name: value.materialise(parameter) if isinstance(value, ScalarTensor) else value
-            for name, value in state.numbers.items()
-        }
+        numbers = restored_numbers(state.numbers, parameter)
         if state.tensors or numbers:
             inner.state[key] = {**numbers, **state.tensors}
         group = inner.param_groups[state.membership.group]
@@ -117,10 +129,14 @@ class OptimizerEditor:
             raise ValueError(f"optimizer group step: expected {group.get('step')}, a layer arrived with {state.group_step}")
         return main
 
+    def _real(self) -> Iterator[tuple[int, Any]]:
+        """(index, wrapper) of those that optimise anything: Megatron keeps a stub where nothing is trainable."""
+        return ((chain, wrapper) for chain, wrapper in enumerate(self._chain) if wrapper.optimizer is not None)
+
     def _members(self) -> dict[torch.Tensor, tuple[Membership, torch.Tensor | None]]:
         """Every model parameter the optimizer holds, read from its own lists (nothing is cached that could go stale)."""
         members: dict[torch.Tensor, tuple[Membership, torch.Tensor | None]] = {}
-        for chain, wrapper in enumerate(self._chain):
+        for chain, wrapper in self._real():
             for group, torch_group in enumerate(wrapper.optimizer.param_groups):
                 here = Membership(chain, group)
                 if not hasattr(wrapper, "float16_groups"):
@@ -140,7 +156,7 @@ class OptimizerEditor:
         ordered = [(parameter, *members[parameter]) for parameter in order if parameter in members]
         if len(ordered) != len(members):
             raise ValueError(f"optimizer: expected {len(members)} parameters in the model's order, got {len(ordered)}")
-        for chain, wrapper in enumerate(self._chain):
+        for chain, wrapper in self._real():
             for group, torch_group in enumerate(wrapper.optimizer.param_groups):
                 mine = [(parameter, main) for parameter, where, main in ordered if where == Membership(chain, group)]
                 torch_group["params"] = [parameter if main is None else main for parameter, main in mine]

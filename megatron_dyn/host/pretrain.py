@@ -60,10 +60,11 @@ def main(
                 sys.stderr.write(f"{notice}\n")
         stack.enter_context(apply(HOST_ROWS))
         args = _parse(words, extra_args_providers, stack)
-        if before_training is not None:
-            stack.callback(before_training(args))
-        # Not at the top: they import Megatron's training, which the platform has to precede.
-        from megatron_dyn.host import gpt, gpt_data
+        with compat.refused_by_name():
+            if before_training is not None:
+                stack.callback(before_training(args))
+            # Not at the top: they import Megatron's training, which the platform has to precede.
+            from megatron_dyn.host import gpt, gpt_data
 
         compat.run_pretrain(
             args,

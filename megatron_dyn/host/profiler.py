@@ -7,9 +7,9 @@ from megatron.core import parallel_state
 
 from megatron_dyn.host.activations import ActivationMeter, activation_meter
 from megatron_dyn.host.clock import CudaEventClock, PerfCounterClock
+from megatron_dyn.host.editors import Editor
 from megatron_dyn.host.footprint import footprint
 from megatron_dyn.host.hooks import StepProfiler
-from megatron_dyn.host.optimizer import OptimizerEditor
 from megatron_dyn.host.seams import apply
 from megatron_dyn.host.stage import StageModel
 from megatron_dyn.measure import Footprint, Position, Recorder, StepReading
@@ -18,7 +18,7 @@ from megatron_dyn.measure import Footprint, Position, Recorder, StepReading
 class MegatronProfiler:
     """One per rank."""
 
-    def __init__(self, stage: StageModel, editor: OptimizerEditor, optimizer: Any) -> None:
+    def __init__(self, stage: StageModel, editor: Editor, optimizer: Any) -> None:
         """`optimizer` is the job's MegatronOptimizer, `editor` the one bound to it."""
         clock = CudaEventClock() if stage.device.type == "cuda" else PerfCounterClock()
         self._stage, self._editor = stage, editor
@@ -31,7 +31,7 @@ class MegatronProfiler:
     def start(self) -> None:
         """See controller.Profiler."""
         if self._meter is None:
-            self._meter = activation_meter(self._stage.ddp.parameters(), self._stage.device)
+            self._meter = activation_meter(self._stage.parameters(), self._stage.device)
         self._hooks.start(self._meter)
 
     def stop(self, iteration: int) -> StepReading:

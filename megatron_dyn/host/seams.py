@@ -8,13 +8,14 @@ row is for.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_dyn.host.compat import HostError, describe_host, resolve
+from megatron_dyn.host.compat import HostError, describe_host, missing_from_host, missing_parameters, resolve
 
 MARK = "__megatron_dyn_seam__"
 """Attribute of a replacement that holds its `Seam`."""
@@ -73,12 +74,19 @@ def apply(seams: Iterable[Seam]) -> Undo:
 
     A seam that is in force already is left alone, and so is not in what the handle takes back. Different seams may
     share a target: the later one then wraps the earlier. Raises `SeamError`, with nothing of this call left in force,
-    where a target does not exist or where its signature lacks a parameter the seam relies on. Not thread-safe: call it
-    from the main thread.
+    where a target does not exist or where its signature lacks a parameter the seam relies on; it names every such
+    target. Not thread-safe: call it from the main thread.
     """
+    waiting = deque(seams)
     with ExitStack() as stack:
-        for seam in seams:
-            _apply_one(seam, stack)
+        while waiting:
+            seam = waiting.popleft()
+            try:
+                _apply_one(seam, stack)
+            except SeamError as error:
+                # While the earlier rows are in force: without them a later target may not even import (host/cpu).
+                others = missing_from_host(waiting)
+                raise SeamError(f"{error}; missing as well: {', '.join(others)}" if others else str(error)) from error
         return Undo(stack.pop_all())
 
 
@@ -138,8 +146,7 @@ def _check_signature(seam: Seam, original: Any) -> None:
         actual = tuple(inspect.signature(original).parameters)
     except (TypeError, ValueError) as error:
         raise SeamError(f"seam target {seam.target!r} has no signature to check ({error}); {describe_host()}") from error
-    missing = [name for name in seam.parameters if name not in actual]
-    if missing:
+    if missing := missing_parameters(original, seam.parameters):
         raise SeamError(
             f"seam target {seam.target!r}: expected parameters {', '.join(seam.parameters)}, "
             f"missing {', '.join(missing)}, actual {', '.join(actual)}; {describe_host()}"

@@ -1,9 +1,9 @@
 """What the plugin can move layers under, as data: each limit names its flag. Checked at start, never found at step 500.
 
-The support matrix in the README is generated from this table (`tests/contract/test_docs.py`).
+The support matrix (docs/support.md) is generated from this table (`tests/contract/test_docs.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,19 +36,6 @@ LIMITS: tuple[Limit, ...] = (
         what="a single pipeline stage",
         used=lambda args: args.pipeline_model_parallel_size < 2,
     ),
-    Limit(flag="--use-distributed-optimizer", what="distributed optimizer", used=_set("use_distributed_optimizer")),
-    Limit(
-        flag="--num-layers-per-virtual-pipeline-stage",
-        what="virtual pipeline stages (interleaved schedule)",
-        used=_above_one("virtual_pipeline_model_parallel_size"),
-    ),
-    Limit(
-        flag="--tensor-model-parallel-size",
-        what="tensor and sequence parallelism",
-        used=_above_one("tensor_model_parallel_size"),
-    ),
-    Limit(flag="--context-parallel-size", what="context parallelism", used=_above_one("context_parallel_size")),
-    Limit(flag="--num-experts", what="mixture of experts, expert parallelism", used=_set("num_experts")),
     Limit(flag="--use-megatron-fsdp", what="Megatron FSDP", used=_set("use_megatron_fsdp", "use_custom_fsdp")),
     Limit(flag="--use-torch-fsdp2", what="torch FSDP2", used=_set("use_torch_fsdp2")),
     Limit(
@@ -56,11 +43,32 @@ LIMITS: tuple[Limit, ...] = (
         what="CUDA graphs",
         used=_set("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"),
     ),
-    Limit(flag="--mtp-num-layers", what="multi-token prediction", used=_set("mtp_num_layers")),
-    Limit(flag="--overlap-grad-reduce", what="overlapped gradient reduction", used=_set("overlap_grad_reduce")),
-    Limit(flag="--overlap-param-gather", what="overlapped parameter gather", used=_set("overlap_param_gather")),
-    Limit(flag="--fp16", what="fp16 with loss scaling", used=_set("fp16")),
-    Limit(flag="--fp8-format", what="fp8 and fp4", used=_set("fp8", "fp4")),
+    Limit(
+        flag="--fp8-format",
+        what="fp8 and fp4 (extra state of modules moves, but equality was not yet seen on a GPU)",
+        used=_set("fp8", "fp4", "fp8_format", "fp4_format"),
+    ),
+    Limit(
+        flag="--use-precision-aware-optimizer",
+        what="moments in less than fp32 (a scale per shard does not survive another cut)",
+        used=_set("use_precision_aware_optimizer"),
+    ),
+    Limit(
+        flag="--overlap-param-gather-with-optimizer-step",
+        what="an optimizer per model chunk",
+        used=_set("overlap_param_gather_with_optimizer_step"),
+    ),
+    Limit(
+        flag="--overlap-moe-expert-parallel-comm",
+        what="layers that run in pieces, two micro-batches at a time",
+        used=_set("overlap_moe_expert_parallel_comm"),
+    ),
+    Limit(
+        flag="--tensor-parallel-num-weight-shards",
+        what="weights in shards that are put together for each use",
+        used=lambda args: _above_one("gtp_weight_remat_size")(args) or _above_one("expert_gtp_weight_remat_size")(args),
+    ),
+    Limit(flag="--use-nccl-ub", what="gradient buffers registered with NCCL", used=_set("nccl_ub")),
     Limit(
         flag="--optimizer",
         what="optimizers other than adam and sgd",
@@ -71,16 +79,6 @@ LIMITS: tuple[Limit, ...] = (
         flag="--cpu-offloading-num-layers",
         what="activation offload",
         used=_set("cpu_offloading", "cpu_offloading_num_layers", "fine_grained_activation_offloading"),
-    ),
-    Limit(
-        flag="--account-for-embedding-in-pipeline-split",
-        what="layer counts by embedding/loss accounting (give --pipeline-model-parallel-layout instead)",
-        used=_set("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    ),
-    Limit(
-        flag="--decoder-first-pipeline-num-layers",
-        what="layer counts by first/last stage (give --pipeline-model-parallel-layout instead)",
-        used=_set("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     ),
     Limit(
         flag="--heterogeneous-layers-config-path",
@@ -102,8 +100,8 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         flag="--ckpt-format",
-        what="saving in formats other than torch_dist (they cannot be resumed at another layout)",
-        used=lambda args: getattr(args, "save", None) is not None and args.ckpt_format != "torch_dist",
+        what="saving in formats other than torch_dist and torch",
+        used=lambda args: getattr(args, "save", None) is not None and args.ckpt_format not in ("torch_dist", "torch"),
     ),
     Limit(
         flag="--rampup-batch-size",
@@ -118,6 +116,16 @@ LIMITS: tuple[Limit, ...] = (
 )
 
 
+REBALANCE_LIMITS: tuple[Limit, ...] = (
+    Limit(
+        flag="--num-layers-per-virtual-pipeline-stage",
+        what="virtual pipeline stages: forced with --dyn-layout-at, not yet planned",
+        used=_above_one("virtual_pipeline_model_parallel_size"),
+    ),
+)
+"""What `--dyn-rebalance` cannot decide about, though layers can move under it."""
+
+
 def check_exact_grad_norm(args: Any) -> None:
     """Raise ConfigError where gradients are no plain tensors, so that sums per parameter would be sums per shard of one."""
     for flag, name in (("--use-megatron-fsdp", "use_megatron_fsdp"), ("--use-torch-fsdp2", "use_torch_fsdp2")):
@@ -125,18 +133,65 @@ def check_exact_grad_norm(args: Any) -> None:
             raise ConfigError(f"--dyn-exact-grad-norm: cannot be had with {flag}; drop one of them")
 
 
-def check_support(args: Any) -> None:
-    """Raise ConfigError naming every flag that keeps layers from moving. Call it only when moves are possible."""
-    used = [limit for limit in LIMITS if limit.used(args)]
-    if used:
-        told = "; ".join(f"{limit.flag} ({limit.what})" for limit in used)
-        raise ConfigError(f"--dyn-rebalance/--dyn-layout-at: cannot move layers with {told}; drop it or the --dyn flags")
+RNG_LIMITS: tuple[Limit, ...] = (
+    Limit(
+        flag="--cuda-graph-impl",
+        what="a graph replays the streams it was captured with",
+        used=_set("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
+    ),
+    Limit(flag="--te-rng-tracker", what="its states are generators that graphs share", used=_set("te_rng_tracker")),
+    Limit(flag="--inference-rng-tracker", what="it holds no states", used=_set("inference_rng_tracker")),
+    Limit(
+        flag="--hybrid-layer-pattern",
+        what="Mamba layers have no streams of their own",
+        used=_set("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern"),
+    ),
+    Limit(
+        flag="--mtp-use-repeated-layer",
+        what="one layer would draw the same at each depth",
+        used=_set("mtp_use_repeated_layer"),
+    ),
+    Limit(
+        flag="--overlap-moe-expert-parallel-comm",
+        what="layers run in pieces, two micro-batches at a time",
+        used=_set("overlap_moe_expert_parallel_comm"),
+    ),
+)
+"""What `--dyn-rng-per-layer` cannot go with, whether or not layers move."""
+
+
+def check_rng_per_layer(args: Any) -> None:
+    """Raise ConfigError naming every flag under which layers cannot have streams of their own."""
+    if used := [f"{limit.flag} ({limit.what})" for limit in RNG_LIMITS if limit.used(args)]:
+        raise ConfigError(f"--dyn-rng-per-layer: cannot be had with {'; '.join(used)}; drop one of them")
+
+
+def check_support(args: Any, *, rebalances: bool) -> None:
+    """Raise ConfigError naming every flag that keeps layers from moving. Call it only when moves are possible.
+
+    `rebalances` says that moves are to be decided, not only forced.
+    """
+    if used := [limit for limit in LIMITS if limit.used(args)]:
+        raise ConfigError(refusal(used, rebalances=False))
+    if rebalances and (used := [limit for limit in REBALANCE_LIMITS if limit.used(args)]):
+        raise ConfigError(refusal(used, rebalances=True))
+
+
+def refusal(limits: Sequence[Limit], *, rebalances: bool) -> str:
+    """The line for a command line that runs into these limits; `rebalances`: they are limits of deciding, not of moving."""
+    told = "; ".join(f"{limit.flag} ({limit.what})" for limit in limits)
+    if rebalances:
+        return f"--dyn-rebalance: cannot plan with {told}"
+    return f"--dyn-rebalance/--dyn-layout-at: cannot move layers with {told}; drop it or the --dyn flags"
 
 
 def randomness_notice(args: Any) -> str | None:
-    """One line when moves will not be exact because of dropout; None when they will."""
+    """One line when moves will not be exact because of dropout; None when they will. Ask it without --dyn-rng-per-layer."""
     rates = {"--hidden-dropout": args.hidden_dropout, "--attention-dropout": args.attention_dropout}
     used = ", ".join(f"{flag} {rate:g}" for flag, rate in rates.items() if rate)
     if not used:
         return None
-    return f"{used}: a moved layer draws from another rank's dropout stream; the run stays valid but not bit-equal"
+    return (
+        f"{used}: a moved layer draws from another rank's dropout stream; the run stays valid but not bit-equal; "
+        "--dyn-rng-per-layer makes it so"
+    )

@@ -7,7 +7,7 @@ Megatron: the host exports and loads a `LayerState`.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor."""
-        return int(torch.Size(self.shape).numel() * _dtype(self.dtype).itemsize)
+        return num_bytes_of(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,11 @@ class Manifest:
         return sum(entry.num_bytes for entry in self.entries)
 
 
+def num_bytes_of(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a tensor of this shape and dtype, the latter by its name in torch."""
+    return int(torch.Size(shape).numel() * dtype_of(dtype).itemsize)
+
+
 def describe(state: LayerState) -> Manifest:
     """The manifest of `state`. Reads no tensor data."""
     entries = (
@@ -84,7 +89,7 @@ def describe(state: LayerState) -> Manifest:
 
 def allocate(manifest: Manifest, device: torch.device) -> LayerState:
     """A state of the announced shapes with undefined values, to be filled by a transport."""
-    tensors = {entry.key: torch.empty(entry.shape, dtype=_dtype(entry.dtype), device=device) for entry in manifest.entries}
+    tensors = {entry.key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device=device) for entry in manifest.entries}
     return LayerState(layer=manifest.layer, tensors=tensors, scalars=manifest.scalars)
 
 
@@ -94,18 +99,23 @@ def flat_bytes(state: LayerState) -> list[torch.Tensor]:
     They share memory with the state, but for a tensor that is not contiguous, which is copied: fine for sending, and what is
     received into comes from `allocate`.
     """
-    return [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in state.tensors.values() if tensor.numel()]
+    return [as_bytes(tensor) for tensor in state.tensors.values() if tensor.numel()]
 
 
-def digest(state: LayerState) -> int:
-    """A digest of all bytes of a state, equal on two ranks (of one kind of device) if and, but for chance, only if they are.
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat uint8 view, or copy where `tensor` is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def digest(buffers: Iterable[torch.Tensor]) -> int:
+    """A digest of the bytes of flat buffers, equal on two ranks (of one kind of device) if and, but for chance, only then.
 
     CPU: CRC-32 over the sums of rows and of columns of 64-bit words, which is twice as fast as over the bytes and notices
     any changed word and any two that changed places. GPU: position-weighted sums, in chunks so that the extra memory
     stays small; the tensors are never brought to the host.
     """
     value = 0
-    for buffer in flat_bytes(state):
+    for buffer in buffers:
         value = _device_digest(buffer, value) if buffer.is_cuda else _host_digest(buffer.numpy(), value)
     return value
 
@@ -129,6 +139,7 @@ def _device_digest(buffer: torch.Tensor, start_value: int) -> int:
     return int((start_value * 31 + low) * 0x9E3779B97F4A7C15 + high) & 0xFFFFFFFFFFFFFFFF
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of this name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -128,8 +128,13 @@ def _check_layout(snapshot: Snapshot) -> None:
 
 
 def _num_open_stages(layout: Layout) -> int:
-    """Stages that may hold decoder layers: none may follow MTP layers or the loss."""
-    return 1 + next(index for index, chunk in enumerate(layout.chunks) if chunk.num_mtp or chunk.loss)
+    """Stages that may hold decoder layers: none may follow the loss, and with MTP the last layer stays where it is.
+
+    Megatron builds the final norm beside the last decoder layer when there is MTP, so that layer cannot move without it.
+    """
+    if any(chunk.num_mtp for chunk in layout.chunks):
+        return 1 + layout.last_chunk_with_layers
+    return 1 + next(index for index, chunk in enumerate(layout.chunks) if chunk.loss)
 
 
 def _best_split(snapshot: Snapshot, config: DecideConfig) -> Split:
@@ -143,7 +148,7 @@ def _best_split(snapshot: Snapshot, config: DecideConfig) -> Split:
             num_stages=num_open,
             first_seconds=snapshot.embedding.seconds,
             last_seconds=snapshot.head.seconds if layout.chunks[num_open - 1].loss else 0.0,
-            min_layers=0 if config.allow_empty_stages else 1,
+            min_layers=0 if config.allow_empty_stages and not any(chunk.num_mtp for chunk in layout.chunks) else 1,
             current=layout.counts[:num_open],
             moved_bytes=sizes if any(sizes) else None,
             memory=None if cap is None else memory_budget(snapshot, num_stages=num_open, cap_bytes=cap),

@@ -21,13 +21,13 @@ def rebuild(
 ) -> Rebuilt:
     """Bring this rank from `plan.before` to `plan.after`, or leave it as it was.
 
-    All ranks must call, at the step boundary. `staged` holds the arriving states, `problem` is this rank's no (from its
+    All ranks must call, at the step boundary. `staged` is what arrived, `problem` is this rank's no (from its
     Receipt). Raises RebuildError when a commit fails on any rank, CollectiveTimeout when a rank is gone.
     """
     started = time.perf_counter()
     leaving = tuple(move.layer for move in plan.moves if move.source == pp_rank)
     arriving = tuple(move.layer for move in plan.moves if move.destination == pp_rank)
-    problem = problem or _attempt(lambda: store.prepare(staged))
+    problem = problem or _attempt(lambda: store.prepare(plan, staged))
     votes: list[str | None] = collective.gather(problem, "vote on the move")
     noes = [f"rank {rank}: {vote}" for rank, vote in enumerate(votes) if vote]
     if noes:
@@ -45,7 +45,7 @@ def rebuild(
         store.detach(leaving)
         store.publish(plan.after)
         store.attach(arriving)
-        if leaving or arriving:
+        if plan.touches(pp_rank):
             store.rewrap()
 
     failures: list[str | None] = collective.gather(_attempt(commit), "commit of the move")

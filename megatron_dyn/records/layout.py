@@ -99,6 +99,11 @@ class Layout:
         """Virtual stages (model chunks) per pipeline stage."""
         return len(self.chunks) // self.num_stages
 
+    @property
+    def last_chunk_with_layers(self) -> int:
+        """Index of the chunk that holds the last decoder layer."""
+        return max((index for index, count in enumerate(self.counts) if count), default=0)
+
     def layers_of_chunk(self, index: int) -> range:
         """Global 0-based ids of the layers in chunk `index`."""
         start = sum(self.counts[:index])
@@ -109,6 +114,10 @@ class Layout:
         return tuple(
             layer for index in range(pp_rank, len(self.chunks), self.num_stages) for layer in self.layers_of_chunk(index)
         )
+
+    def layers_by_chunk(self, pp_rank: int) -> tuple[range, ...]:
+        """Global 0-based ids of the layers that `pp_rank` holds, by virtual stage."""
+        return tuple(self.layers_of_chunk(index) for index in range(pp_rank, len(self.chunks), self.num_stages))
 
     def stage_of(self) -> tuple[int, ...]:
         """The pp_rank that holds layer 0, 1, 2, ..."""

@@ -119,6 +119,10 @@ class Plan:
     predicted_after_seconds: float | None = None
     predicted_cost_seconds: float | None = None
 
+    def touches(self, pp_rank: int) -> bool:
+        """Whether the layers of any chunk of `pp_rank` change; a layer may also move between two of its own chunks."""
+        return self.before.layers_by_chunk(pp_rank) != self.after.layers_by_chunk(pp_rank)
+
     @property
     def digest(self) -> str:
         """Equal on all ranks or nothing moves: hash of the layouts and the moves."""
@@ -197,3 +201,5 @@ class RoundReport:
     deciding_seconds: float = 0.0
     moving_seconds: float = 0.0
     """Transfer and rebuild together, the slowest rank."""
+    peak_extra_bytes: int | None = None
+    """Most memory that any rank needed during the move beyond what it held before; None where that cannot be seen."""

@@ -27,6 +27,8 @@ def flatten(report: RoundReport) -> dict[str, Any]:
         "measuring_seconds": report.measuring_seconds,
         "deciding_seconds": report.deciding_seconds,
         "moving_seconds": report.moving_seconds,
+        "moved_bytes_per_second": _rate(report.moved_bytes, report.moving_seconds),
+        "peak_extra_bytes": report.peak_extra_bytes,
     }
     if report.snapshot is not None:
         line |= _flatten_snapshot(report.snapshot)
@@ -77,5 +79,5 @@ def _flatten_cost(cost: Cost) -> dict[str, Any]:
     }
 
 
-def _rate(tokens: int, seconds: float | None) -> float | None:
-    return tokens / seconds if seconds else None
+def _rate(amount: int, seconds: float | None) -> float | None:
+    return amount / seconds if seconds else None

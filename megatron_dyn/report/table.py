@@ -76,8 +76,13 @@ def _stage_table(report: RoundReport, snapshot: Snapshot) -> Table:
 def _figures(report: RoundReport) -> Text:
     seconds = (
         f"measuring {report.measuring_seconds:.3f} s, deciding {report.deciding_seconds * 1e3:.1f} ms, "
-        f"moving {report.moving_seconds:.3f} s ({report.moved_bytes / 2**20:.1f} MiB)"
+        f"moving {report.moving_seconds:.3f} s ({report.moved_bytes / 2**20:.1f} MiB"
     )
+    if report.moving_seconds:
+        seconds += f", {report.moved_bytes / report.moving_seconds / 2**20:.0f} MiB/s"
+    if report.peak_extra_bytes is not None:
+        seconds += f", {report.peak_extra_bytes / 2**20:.1f} MiB more memory at the peak"
+    seconds += ")"
     if report.predicted_before_seconds is None or report.predicted_after_seconds is None:
         return Text(seconds)
     how = "measured" if report.measured_before_seconds else "simulated"

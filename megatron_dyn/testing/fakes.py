@@ -5,13 +5,13 @@ with `testing.threads` they run whole rounds in one process. Must not know Megat
 plugin can be tested with them too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from megatron_dyn.measure import Footprint, Kind, Position, Slot, StepReading
-from megatron_dyn.migrate import Key, LayerState, Seat
-from megatron_dyn.records import Cost, Layout, RoundReport
+from megatron_dyn.migrate import Key, LayerState, Manifest, Ranges, Seat, Shard, ShardKey, Staged
+from megatron_dyn.records import Cost, Layout, Plan, RoundReport
 from megatron_dyn.testing.faults import Faults, Operation
 
 
@@ -76,11 +76,23 @@ class MemoryStore:
         self._faults.check(Operation.EXPORT, self.rank)
         return self.layers[layer]
 
-    def prepare(self, staged: dict[int, LayerState]) -> None:
+    def quiesce(self) -> None:
+        """See ports.LayerStore."""
+        self.calls.append(("quiesce", None))
+
+    def shards(self, plan: Plan) -> Mapping[ShardKey, Shard]:
+        """See migrate.Source; nothing is sharded here."""
+        return {}
+
+    def outline(self, plan: Plan, arriving: Mapping[int, Manifest]) -> Ranges:
+        """See migrate.Source."""
+        return {}
+
+    def prepare(self, plan: Plan, staged: Staged) -> None:
         """See ports.LayerStore. The staged tensors become the layer's own, as in the real store."""
-        self.calls.append(("prepare", sorted(staged)))
-        for layer in list(staged):
-            self._prepared[layer] = staged.pop(layer)
+        self.calls.append(("prepare", sorted(staged.states)))
+        for layer in list(staged.states):
+            self._prepared[layer] = staged.states.pop(layer)
         self._faults.check(Operation.PREPARE, self.rank)
 
     def discard(self) -> None:
@@ -112,6 +124,26 @@ class MemoryStore:
     def _note(self, operation: Operation, argument: object) -> None:
         self.calls.append((operation.value, argument))
         self._faults.check(operation, self.rank)
+
+
+class FakePeakMemory:
+    """Implements ports.PeakMemory: every stretch of work needs `extra_bytes` more."""
+
+    def __init__(self, extra_bytes: int | None = None) -> None:
+        """None: it cannot be seen."""
+        self.extra_bytes = extra_bytes
+        self._running = False
+
+    def start(self) -> None:
+        """See ports.PeakMemory."""
+        self._running = True
+
+    def stop(self) -> int | None:
+        """See ports.PeakMemory; raises AssertionError when no stretch has begun."""
+        if not self._running:
+            raise AssertionError("peak memory read, but it was not started")
+        self._running = False
+        return self.extra_bytes
 
 
 class RecordingSink:

@@ -23,7 +23,7 @@ from typing import Any, Literal, overload
 
 from megatron_dyn.host.cpu.bootstrap import free_port
 
-PRELOAD = ("torch", "megatron.training.training", "megatron_dyn.host.gpt")
+PRELOAD = ("torch", "megatron.training.training", "megatron_dyn.testing.warm")
 """Modules the server imports once, before the first rank forks."""
 
 GRACE_SECONDS = 5.0

@@ -8,7 +8,7 @@ from megatron_dyn.config import DecideConfig, DynConfig, ForcedLayout, MeasureCo
 from megatron_dyn.controller import Controller, Crew
 from megatron_dyn.migrate import MemoryTransport, Seat
 from megatron_dyn.records import Layout, Outcome
-from megatron_dyn.testing.fakes import FakeProfiler, MemoryStore, RecordingSink
+from megatron_dyn.testing.fakes import FakePeakMemory, FakeProfiler, MemoryStore, RecordingSink
 from megatron_dyn.testing.faults import Faults
 from megatron_dyn.testing.threads import ThreadCollective, ThreadMailbox, ThreadWorld
 
@@ -24,12 +24,13 @@ def heavy_last_layer(step, layer, *, layer_id=7, since=0):
     return HEAVY if layer == layer_id and step >= since else LIGHT
 
 
-def config_of(rebalance="off", *, interval=2, window=3, warmup=2, cooldown=5, forced=None):
+def config_of(rebalance="off", *, interval=2, window=3, warmup=2, cooldown=5, forced=None, **more):
     return DynConfig(
         rebalance=RebalancePolicy.parse(rebalance),
         layout_at=tuple(ForcedLayout(iteration=at, text=text) for at, text in (forced or {}).items()),
         measure=MeasureConfig(interval_steps=interval, window_samples=window, warmup_steps=warmup),
         decide=DecideConfig(cooldown_steps=cooldown),
+        **more,
     )
 
 
@@ -69,6 +70,7 @@ class Job:
         self.stores = [MemoryStore(rank, self.layout.layers_of_stage(rank), faults=faults) for rank in ranks]
         self.seats = [Seat(global_rank=rank, pp_rank=rank, pipeline_ranks=ranks, device=torch.device("cpu")) for rank in ranks]
         self.profilers = [HookedProfiler(store, seat, costs) for store, seat in zip(self.stores, self.seats, strict=True)]
+        self.memories = [FakePeakMemory(1000 * rank) for rank in ranks]
         self.sink = RecordingSink()
         self.sinks = (*more_sinks, self.sink)
         self.forced = config.forced_layouts(built=self.layout)
@@ -81,8 +83,9 @@ class Job:
             transport=MemoryTransport(rank, self.mailbox),
             store=self.stores[rank],
             seat=self.seats[rank],
-            export=self.stores[rank].export,
+            source=self.stores[rank],
             profiler=self.profilers[rank],
+            memory=self.memories[rank],
             sinks=self.sinks if rank == 0 else (),
         )
         return Controller(

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from megatron_dyn.args import GROUP_TITLE, add_dyn_args, compose_providers, config_from_args
-from megatron_dyn.config import ConfigError, DynConfig, ForcedLayout, RebalanceMode
+from megatron_dyn.config import ConfigError, DynConfig, ForcedLayout, RebalanceMode, TransportKind
 
 
 def parse(*words):
@@ -27,13 +27,18 @@ PLACES = [
     ("--dyn-cooldown-steps 4", lambda config: config.decide.cooldown_steps, 4),
     ("--dyn-allow-empty-stages", lambda config: config.decide.allow_empty_stages, True),
     ("--dyn-stage-memory-gib 1.5", lambda config: config.decide.stage_memory_bytes, 3 * 2**29),
+    ("--dyn-layout-from-checkpoint", lambda config: config.layout_from_checkpoint, True),
+    ("--no-dyn-layout-from-checkpoint", lambda config: config.layout_from_checkpoint, False),
     ("--dyn-profile-interval 6", lambda config: config.measure.interval_steps, 6),
     ("--dyn-profile-window 5", lambda config: config.measure.window_samples, 5),
     ("--dyn-profile-warmup 0", lambda config: config.measure.warmup_steps, 0),
     ("--dyn-exact-grad-norm", lambda config: config.exact_grad_norm, True),
     ("--no-dyn-exact-grad-norm", lambda config: config.exact_grad_norm, False),
+    ("--dyn-rng-per-layer", lambda config: config.rng_per_layer, True),
     ("--dyn-report-dir /tmp/x", lambda config: config.report_dir, "/tmp/x"),
     ("--dyn-report-dir /tmp/x --dyn-record-losses", lambda config: config.record_losses, True),
+    ("--dyn-transport gloo-copy", lambda config: config.transport, TransportKind.GLOO_COPY),
+    ("--dyn-migrate-bucket-bytes 4096", lambda config: config.bucket_bytes, 4096),
     ("--dyn-timeout-seconds 2.5", lambda config: config.timeout_seconds, 2.5),
 ]
 
@@ -57,6 +62,7 @@ BAD = [
     ("--dyn-profile-interval 0", "got 0"),
     ("--dyn-profile-window 0", "got 0"),
     ("--dyn-profile-warmup -1", "got -1"),
+    ("--dyn-migrate-bucket-bytes 0", "got 0"),
     ("--dyn-record-losses", "needs --dyn-report-dir"),
     ("--dyn-timeout-seconds 0", "got 0"),
     ("--dyn-timeout-seconds nan", "got nan"),

@@ -100,6 +100,7 @@ def test_other_forced_layouts_are_refused(text: str, message: str) -> None:
         ({"decide": DecideConfig(min_gain=-0.1)}, "--dyn-min-gain: expected a fraction in [0, 1), got -0.1"),
         ({"decide": DecideConfig(min_gain=1.0)}, "--dyn-min-gain: expected a fraction in [0, 1), got 1.0"),
         ({"decide": DecideConfig(min_gain=float("nan"))}, "--dyn-min-gain: expected a fraction in [0, 1), got nan"),
+        ({"bucket_bytes": 0}, "--dyn-migrate-bucket-bytes: expected at least 1, got 0"),
         ({"timeout_seconds": 0.0}, "--dyn-timeout-seconds: expected a finite number above 0, got 0.0"),
         ({"timeout_seconds": float("nan")}, "--dyn-timeout-seconds: expected a finite number above 0, got nan"),
         ({"record_losses": True}, "--dyn-record-losses: needs --dyn-report-dir, which is not set"),
@@ -121,6 +122,7 @@ def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str
         (DynConfig(rebalance=AUTO, layout_at=FORCED), True, False, True, True),
         (DynConfig(rebalance=AUTO, exact_grad_norm=False), True, True, False, True),
         (DynConfig(exact_grad_norm=True), False, False, True, True),
+        (DynConfig(rng_per_layer=True), False, False, False, True),
         (DynConfig(record_losses=True, report_dir="reports"), False, False, False, True),
         (DynConfig(report_dir="reports"), False, False, False, False),
     ],
@@ -146,7 +148,7 @@ def test_forced_layouts_become_layouts() -> None:
         ("Ett|tL", "places 3 layers, the model has 4"),
         ("Etx|tL", "unknown letter 'x'"),
         ("Ett|t|tL", "3 stages cannot be spread over 2"),
-        ("Et|t|t|tL", "expected 2 stages (virtual stages cannot be moved), got 4"),
+        ("Et|t|t|tL", "expected 2 stages (2 pipeline stages of 1 chunks), got 4 in 'Et|t|t|tL'"),
         ("Et*4|L", "leaves stage 1 without a decoder layer; pass --dyn-allow-empty-stages"),
     ],
 )
@@ -170,7 +172,7 @@ def test_forced_layouts_that_cannot_be_are_refused(text: str, message: str) -> N
         ("Ett|t|tm*2L", "Ett|t|tmL"),
         ("Ett|tt|mL", "Ett|ttm|L"),
         ("Et*3|t*3|t*2L", "Et*4|t*4L|"),
-        ("E|t|t|t|t|tL", "Ett|t|ttL"),
+        ("E|t|t|t|t|tL", "Et|t|t|t|tL|"),
     ],
 )
 def test_forced_layouts_that_move_an_end_are_refused_with_both_layouts(built: str, text: str) -> None:
@@ -181,7 +183,7 @@ def test_forced_layouts_that_move_an_end_are_refused_with_both_layouts(built: st
         config.forced_layouts(built=Layout.parse(built, 3))
     assert str(caught.value).startswith("--dyn-layout-at 7: expected E, m and L on the stages of ")
     assert repr(Layout.parse(built, 3).text) in str(caught.value)
-    assert f"got {text!r} (only decoder layers move)" in str(caught.value)
+    assert f"got {Layout.parse(text, 3).text!r} (only decoder layers move)" in str(caught.value)
 
 
 @pytest.mark.parametrize(("built", "text"), [("Ett|t|tm*2L", "Et|t|ttmmL"), ("Ett|tt|L", "Et|ttt|L"), ("|Ett|ttL", "|Et|tttL")])
@@ -190,6 +192,26 @@ def test_forced_layouts_that_keep_the_ends_of_an_uneven_job_are_taken(built: str
     forced = (ForcedLayout(iteration=7, text=text),)
     config = DynConfig(layout_at=forced, decide=DecideConfig(allow_empty_stages=True))
     assert config.forced_layouts(built=Layout.parse(built, 3)) == {7: Layout.parse(text, 3)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Et|t|t|t*3L", None),
+        ("Et|tt|t|ttL", None),
+        ("Et*3|t*3L", "expected 4 stages (2 pipeline stages of 2 chunks), got 2 in 'Et*3|t*3L'"),
+        ("Et|t|t|t|t|tL", "expected 4 stages (2 pipeline stages of 2 chunks), got 6 in 'Et|t|t|t|t|tL'"),
+    ],
+)
+def test_a_job_with_virtual_stages_takes_layouts_with_as_many_chunks_and_no_others(text: str, message: str | None) -> None:
+    """How many chunks a rank has is fixed when Megatron builds the model."""
+    config, built = DynConfig(layout_at=(ForcedLayout(iteration=7, text=text),)), Layout.parse("Ett|t|tt|tL", 2)
+    if message is None:
+        assert config.forced_layouts(built=built) == {7: Layout.parse(text, 2)}
+        return
+    with pytest.raises(ConfigError) as caught:
+        config.forced_layouts(built=built)
+    assert str(caught.value) == f"--dyn-layout-at 7: {message}"
 
 
 def test_empty_stages_can_be_allowed() -> None:

@@ -181,7 +181,44 @@ class TestForced:
         job.controllers[1] = job.controller(1, forced={3: Layout.contiguous([5, 3])})
         results = job.world.run(partial(job.train, steps=range(1, 6)))
         assert [type(error) for error in results] == [PlanMismatch, PlanMismatch]
-        assert [store.calls for store in job.stores] == [[], []]
+        assert [store.calls for store in job.stores] == [[("quiesce", None)]] * 2
+
+
+class TestMove:
+    def test_the_host_comes_to_rest_before_anything_leaves(self):
+        job = Job(config_of(forced={2: "Et*3|t*5L"}))
+        store, export = job.stores[0], job.stores[0].export
+
+        def noted(layer):
+            store.calls.append(("export", layer))
+            return export(layer)
+
+        store.export = noted
+        job.run(3)
+        committed = ["prepare", "detach", "publish", "attach", "rewrap"]
+        assert [name for name, _ in store.calls] == ["quiesce", "export", *committed]
+        assert [name for name, _ in job.stores[1].calls] == ["quiesce", *committed]
+
+    def test_what_is_under_way_at_a_time_is_what_the_configuration_says(self):
+        job = Job(config_of(forced={2: "Et*3|t*5L"}, bucket_bytes=7))
+        sizes, put = [], job.mailbox.put
+
+        def noted(source, destination, tag, buffer):
+            sizes.append(buffer.numel())
+            put(source, destination, tag, buffer)
+
+        job.mailbox.put = noted
+        job.run(2)
+        assert max(sizes) == 7
+        assert sum(sizes) == sum(report.moved_bytes for report in job.commits())
+
+    @pytest.mark.parametrize(("peaks", "expected"), [((10, 30), 30), ((30, None), None)])
+    def test_the_largest_peak_of_all_ranks_is_told_or_none_where_one_cannot_tell(self, peaks, expected):
+        job = Job(config_of(forced={2: "Et*3|t*5L"}))
+        for memory, peak in zip(job.memories, peaks, strict=True):
+            memory.extra_bytes = peak
+        (commit,) = job.run(3).commits()
+        assert commit.peak_extra_bytes == expected
 
 
 class TestAbort:

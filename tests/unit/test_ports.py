@@ -7,12 +7,13 @@ import pytest
 from megatron_dyn import controller, ports
 from megatron_dyn.host.clock import CudaEventClock, PerfCounterClock
 from megatron_dyn.host.collective import GlooCollective
+from megatron_dyn.host.memory import PeakMemory
 from megatron_dyn.host.profiler import MegatronProfiler
 from megatron_dyn.host.store import MegatronLayerStore
-from megatron_dyn.migrate import MemoryTransport, ProcessGroupTransport
+from megatron_dyn.migrate import MemoryTransport, ProcessGroupTransport, Source
 from megatron_dyn.migrate.transport import Mailbox
 from megatron_dyn.report import JsonlSink, TableSink
-from megatron_dyn.testing.fakes import FakeClock, FakeProfiler, MemoryStore, RecordingSink
+from megatron_dyn.testing.fakes import FakeClock, FakePeakMemory, FakeProfiler, MemoryStore, RecordingSink
 from megatron_dyn.testing.threads import ThreadCollective, ThreadMailbox, ThreadWorld
 
 IMPLEMENTATIONS = [
@@ -26,6 +27,10 @@ IMPLEMENTATIONS = [
     (Mailbox, ThreadMailbox),
     (ports.LayerStore, MemoryStore),
     (ports.LayerStore, MegatronLayerStore),
+    (Source, MemoryStore),
+    (Source, MegatronLayerStore),
+    (ports.PeakMemory, FakePeakMemory),
+    (ports.PeakMemory, PeakMemory),
     (ports.Sink, RecordingSink),
     (ports.Sink, JsonlSink),
     (ports.Sink, TableSink),

@@ -41,6 +41,12 @@ CPU_FLAGS: tuple[CpuFlag, ...] = (
         why="the experts' biases are added in place to a view, which autograd refuses",
         only_with="--num-experts",
     ),
+    CpuFlag(
+        flag="--async-strategy",
+        value="mcore",
+        why="the default, nvrx, needs nvidia-resiliency-ext, whose writer needs a GPU",
+        only_with="--async-save",
+    ),
 )
 
 

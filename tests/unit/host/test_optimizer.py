@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_dyn.host.optimizer import Membership, OptimizerEditor, ParameterState, ScalarTensor
+from megatron_dyn.host.optimizer import ListEditor, Membership, ParameterState, ScalarTensor
 
 TORCH_OPTIMIZERS = {
     "adam": lambda groups: torch.optim.AdamW(groups, lr=0.1),
@@ -50,7 +50,7 @@ class Stage:
         config = OptimizerConfig(optimizer="adam", lr=0.1, clip_grad=0.0, bf16=half)
         options = (None, lambda *_: None) if half else (lambda *_: None,)
         self.optimizer = wrapper(TORCH_OPTIMIZERS[kind](groups), config, *options)
-        self.editor = OptimizerEditor(self.optimizer)
+        self.editor = ListEditor([self.optimizer])
 
     def parameters(self):
         return [parameter for _, module in sorted(self.layers.items()) for parameter in module.parameters()]
@@ -288,8 +288,7 @@ def test_a_scalar_tensor_travels_as_a_number_and_comes_back_exactly(dtype):
 
 def test_optimizers_in_a_chain_keep_their_parameters_apart():
     first, second = Stage([0]), Stage([1])
-    chained = ChainedOptimizer([first.optimizer, second.optimizer])
-    editor = OptimizerEditor(chained)
+    editor = ListEditor([first.optimizer, second.optimizer])
     weights = (first.layers[0].weight, second.layers[1].weight)
     states = editor.export(weights)
     assert [states[weight].membership for weight in weights] == [Membership(0, WEIGHTS), Membership(1, WEIGHTS)]

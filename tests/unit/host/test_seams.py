@@ -173,6 +173,13 @@ def test_the_signature_of_the_original_counts_below_other_seams(host):
         assert host.add(1, 2) == 113
 
 
+def test_every_target_that_does_not_fit_is_named_at_once(host):
+    rows = [seam(), seam("nothing"), seam("Child"), seam("gone"), seam(parameters=("left", "group"))]
+    with pytest.raises(SeamError, match=r"nothing.*; missing as well: made_up_host:gone, made_up_host:add\(group\)$"):
+        apply(rows)
+    assert host.add(1, 2) == 3
+
+
 def test_what_has_no_signature_cannot_be_guarded(host):
     with pytest.raises(SeamError, match="'made_up_host:NUMBER' has no signature"):
         apply([seam("NUMBER", parameters=("left",))])

@@ -1,247 +1,223 @@
-"""Layer store: what is staged becomes the layer itself, without a copy; half a layer is refused by name."""
+"""The store in a move: what is built beside the model, what is put in or forgotten, and the stages that a plan leaves alone."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_dyn.host.optimizer import Membership, ParameterState
+from megatron_dyn.host import store
+from megatron_dyn.host.layer_state import export_layer
+from megatron_dyn.host.optimizer import ListEditor, Membership, ParameterState
 from megatron_dyn.host.store import MegatronLayerStore
-from megatron_dyn.migrate import CodecError, Key, LayerState
+from megatron_dyn.migrate import CodecError, Key, LayerState, Staged
+from megatron_dyn.plan import moves_between
+from megatron_dyn.records import Layout, Plan
 
-LAYER = 5
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class Scales(torch.nn.Module):
-    """Keeps something that is no tensor, as modules with fp8 scales do."""
-
-    def __init__(self, scale):
-        super().__init__()
-        self.scale = scale
-
-    def get_extra_state(self):
-        return {"scale": self.scale}
-
-    def set_extra_state(self, state):
-        self.scale = state["scale"]
+BEFORE, AFTER = Layout.contiguous([2, 2, 2, 2], num_stages=2), Layout.contiguous([2, 1, 3, 2], num_stages=2)
+PLAN = Plan(before=BEFORE, after=AFTER, moves=moves_between(BEFORE, AFTER), reason="test")
+"""Layer 3 leaves stage 1, chunk 0, for stage 0, chunk 1."""
+CPU = torch.device("cpu")
 
 
-class Layer(torch.nn.Module):
-    """One of everything that travels: trained, frozen, buffers that are and are not in a checkpoint, extra state."""
+class FakeChunk:
+    """Notes what is asked of it."""
 
-    def __init__(self, value):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((2, 3), value, dtype=torch.bfloat16))
-        self.bias = torch.nn.Parameter(torch.full((3,), value))
-        self.frozen = torch.nn.Parameter(torch.full((2,), value), requires_grad=False)
-        self.register_buffer("running", torch.full((), value))
-        self.register_buffer("mask", torch.full((4,), value > 0), persistent=False)
-        self.scales = Scales(value)
+    hooks_on = True
+
+    def __init__(self, index, calls):
+        self.index, self._calls = index, calls
+
+    def sync_parameters(self):
+        self._calls.append(("sync", self.index))
+
+    def release_gradients(self):
+        self._calls.append(("release", self.index))
+
+    def rewrap(self, *, hooks_on):
+        self._calls.append(("rewrap", self.index, hooks_on))
 
 
 class FakeStage:
-    """Stands for the StageModel of a rank that holds one layer; notes what is put in."""
+    """Stands for the StageModel of one stage; a layer is a linear map filled with its id."""
 
-    device = torch.device("cpu")
+    device = CPU
 
-    def __init__(self):
-        self.layers = {LAYER: Layer(1.0)}
-        self.ddp = SimpleNamespace(parameters=lambda: iter(()))
-        self.added = {}
+    def __init__(self, pp_rank, calls):
+        self.pp_rank, self._calls = pp_rank, calls
+        self.chunks = [FakeChunk(index, calls) for index in range(2)]
+        self.layers = {layer: self.build(layer, None) for layer in BEFORE.layers_of_stage(pp_rank)}
+        calls.clear()
 
-    def build(self, layer):
-        return Layer(0.0)
+    def build(self, layer, chunk_index):
+        self._calls.append(("build", layer, chunk_index))
+        module = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.constant_(module.weight, float(layer))
+        return module
 
-    def replace(self, *, removed, added):
-        self.added |= added
+    def deal(self, layout, modules):
+        self._calls.append(("deal", layout))
+        self.layers = {layer: modules[layer] for layer in layout.layers_of_stage(self.pp_rank)}
 
-    def release_gradients(self):
-        pass
+    def parameters(self):
+        return (parameter for module in self.layers.values() for parameter in module.parameters())
+
+    def touched(self, before, after):
+        pairs = zip(self.chunks, before.layers_by_chunk(self.pp_rank), after.layers_by_chunk(self.pp_rank), strict=True)
+        return [chunk for chunk, here, there in pairs if here != there]
 
 
-class FakeOptimizer:
-    """Stands for the OptimizerEditor: bf16 parameters have an fp32 copy; notes what is put in."""
+class FakeEditor(ListEditor):
+    """Gives a moment for each parameter; notes what is edited."""
 
-    def __init__(self):
-        self.states = {}
-        self.added = {}
+    def __init__(self, calls):
+        super().__init__([])
+        self._calls = calls
 
     def export(self, parameters):
-        return {parameter: self.states.setdefault(parameter, self.state(parameter)) for parameter in parameters}
-
-    def state(self, parameter):
-        value = parameter.detach().float()
-        return ParameterState(
-            membership=Membership(0, parameter.dim()),
-            main=value + 0.5 if parameter.dtype is torch.bfloat16 else None,
-            tensors={name: value + 2.0 for name in MOMENTS},
-            numbers={"step": 7.0},
-            group_step=9,
-        )
+        return {parameter: state_of(parameter) for parameter in parameters}
 
     def edit(self, *, removed, added, order):
-        self.added |= added
+        self._calls.append(("edit", list(removed), dict(added), list(order)))
+
+
+def state_of(parameter):
+    return ParameterState(membership=Membership(0, 0), main=None, tensors={"exp_avg": parameter.detach() + 0.5})
 
 
 class Rank:
-    """A store with both fakes, and the state of its layer as it would be staged elsewhere."""
+    """The store of one stage, and what it asked of chunks, stage and editor."""
 
-    def __init__(self):
-        self.stage, self.optimizer = FakeStage(), FakeOptimizer()
-        self.store = MegatronLayerStore(self.stage, self.optimizer, args=None)
+    def __init__(self, pp_rank):
+        self.calls = []
+        self.stage = FakeStage(pp_rank, self.calls)
+        self.store = MegatronLayerStore(self.stage, FakeEditor(self.calls), args=SimpleNamespace())
 
-    def staged(self):
-        """The exported layer as it arrives: other memory."""
-        live = self.store.export(LAYER)
-        tensors = {key: tensor.clone() for key, tensor in live.tensors.items()}
-        return LayerState(layer=LAYER, tensors=tensors, scalars=live.scalars)
-
-    def prepare(self, state):
-        self.store.prepare({LAYER: state})
-
-    def attached(self):
-        """The module that is put in, and the optimizer's share by name."""
-        self.store.attach([LAYER])
-        module = self.stage.added[LAYER]
-        return module, {name: self.optimizer.added.get(parameter) for name, parameter in module.named_parameters()}
+    def names(self):
+        return [call[0] for call in self.calls]
 
 
-@pytest.fixture
-def rank():
-    return Rank()
+def staged_layer():
+    """Layer 3 as it arrives."""
+    module = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.constant_(module.weight, 33.0)
+    return export_layer(3, module, {module.weight: state_of(module.weight)}, CPU)
 
 
-def is_same(actual, expected):
-    """Whether two tensors are the same memory, seen the same way."""
-    same_view = (actual.shape, actual.dtype, actual.stride()) == (expected.shape, expected.dtype, expected.stride())
-    return same_view and actual.data_ptr() == expected.data_ptr()
+def staged(*states):
+    return replace(Staged.nothing(), states={state.layer: state for state in states})
 
 
-class TestExport:
-    def test_it_gives_the_live_tensors_of_everything(self, rank):
-        module = rank.stage.layers[LAYER]
-        state = rank.store.export(LAYER)
-        trained = [
-            Key(kind, name) for name in ("weight", "bias") for kind in ("parameter", *map("optimizer:{}".format, MOMENTS))
-        ]
-        others = [Key("main", "weight"), Key("parameter", "frozen"), Key("buffer", "running"), Key("buffer", "mask")]
-        assert set(state.tensors) == {*trained, *others, Key("extra", "scales._extra_state")}
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-            assert is_same(state.tensors[Key(kind, name)], tensor), name
-        own = rank.optimizer.states[module.weight]
-        assert is_same(state.tensors[Key("main", "weight")], own.main)
-        assert all(state.tensors[Key(f"optimizer:{name}", "weight")] is own.tensors[name] for name in MOMENTS)
-        assert state.scalars == {
-            "weight": (Membership(0, 2), {"step": 7.0}, 9),
-            "bias": (Membership(0, 1), {"step": 7.0}, 9),
-        }
+def same(found, expected):
+    return len(found) == len(expected) and all(one is other for one, other in zip(found, expected, strict=True))
 
-    def test_a_layer_that_is_not_here_is_a_key_error(self, rank):
+
+class TestBefore:
+    def test_saves_are_finished_and_every_chunk_comes_to_rest(self, monkeypatch):
+        rank = Rank(0)
+        monkeypatch.setattr(store, "finish_saves", lambda: rank.calls.append("saves"))
+        rank.store.quiesce()
+        assert rank.calls == ["saves", ("sync", 0), ("sync", 1)]
+
+    def test_a_layer_is_exported_live_with_its_optimizer_state(self):
+        rank = Rank(1)
+        state = rank.store.export(3)
+        assert state.tensors[Key("parameter", "weight")].data_ptr() == rank.stage.layers[3].weight.data_ptr()
+        assert torch.equal(state.tensors[Key("optimizer:exp_avg", "weight")], torch.full((2, 2), 3.5))
         with pytest.raises(KeyError):
-            rank.store.export(LAYER + 1)
+            rank.store.export(0)
+
+    def test_an_optimizer_that_is_not_sharded_offers_and_wants_no_shards(self):
+        rank = Rank(0)
+        assert (rank.store.shards(PLAN), rank.store.outline(PLAN, {})) == ({}, {})
 
 
-class TestWhole:
-    def test_the_staged_tensors_become_the_layer_without_a_copy(self, rank):
-        state = rank.staged()
-        rank.prepare(state)
-        module, optimizer = rank.attached()
-        for name, parameter in module.named_parameters():
-            assert is_same(parameter.data, state.tensors[Key("parameter", name)]), name
-        for name, buffer in module.named_buffers():
-            assert is_same(buffer, state.tensors[Key("buffer", name)]), name
-        assert optimizer["weight"].main is state.tensors[Key("main", "weight")]
-        for name in ("weight", "bias"):
-            assert list(optimizer[name].tensors) == list(MOMENTS)
-            assert all(optimizer[name].tensors[each] is state.tensors[Key(f"optimizer:{each}", name)] for each in MOMENTS)
+class TestPrepare:
+    def test_a_layer_is_built_for_its_chunk_beside_the_model_and_nothing_is_kept_beside_it(self):
+        rank, arrived = Rank(0), staged(staged_layer())
+        rank.store.prepare(PLAN, arrived)
+        assert rank.calls == [("build", 3, 1)]
+        assert arrived.states == {}
+        assert list(rank.stage.layers) == [0, 1, 4, 5]
 
-    def test_what_is_no_tensor_arrives_too(self, rank):
-        rank.prepare(rank.staged())
-        module, optimizer = rank.attached()
-        assert module.scales.scale == 1.0
-        assert [parameter.requires_grad for parameter in module.parameters()] == [True, True, False]
-        assert optimizer["bias"].main is None
-        assert optimizer["frozen"] is None
-        for name, dimensions in (("weight", 2), ("bias", 1)):
-            state = optimizer[name]
-            assert (state.membership, state.numbers, state.group_step) == (Membership(0, dimensions), {"step": 7.0}, 9)
-
-    def test_what_is_attached_exports_equal(self, rank):
-        state = rank.staged()
-        rank.prepare(state)
-        module, optimizer = rank.attached()
-        rank.stage.layers[LAYER] = module
-        rank.optimizer.states = {module.get_parameter(name): share for name, share in optimizer.items()}
-        again = rank.store.export(LAYER)
-        assert again.scalars == state.scalars
-        assert set(again.tensors) == set(state.tensors)
-        assert all(torch.equal(tensor, state.tensors[key]) for key, tensor in again.tensors.items())
-
-    def test_nothing_that_was_staged_is_kept_beside_the_layer_and_the_model_is_not_touched(self, rank):
-        staged = {LAYER: rank.staged()}
-        rank.store.prepare(staged)
-        assert staged == {}
-        assert rank.stage.added == {}
+    def test_what_is_discarded_is_gone(self):
+        rank = Rank(0)
+        rank.store.prepare(PLAN, staged(staged_layer()))
         rank.store.discard()
+        rank.calls.clear()
+        # Without a plan in hand nothing is touched.
+        rank.store.detach([])
+        rank.store.attach([])
+        rank.store.rewrap()
+        assert rank.calls == []
+        rank.store.prepare(PLAN, staged())
         with pytest.raises(KeyError):
-            rank.store.attach([LAYER])
+            rank.store.attach([3])
 
-
-TENSORS = [
-    (Key("parameter", "weight"), "[2, 3] torch.bfloat16"),
-    (Key("parameter", "bias"), "[3] torch.float32"),
-    (Key("parameter", "frozen"), "[2] torch.float32"),
-    (Key("buffer", "running"), "[] torch.float32"),
-    (Key("buffer", "mask"), "[4] torch.bool"),
-]
-IDS = [key.name for key, _ in TENSORS]
-
-
-class TestMisfit:
-    def refused(self, rank, changed):
-        """The message for the layer with other tensors."""
-        state = rank.staged()
-        with pytest.raises(CodecError) as raised:
-            rank.prepare(LayerState(layer=LAYER, tensors=changed(dict(state.tensors)), scalars=state.scalars))
-        return str(raised.value)
-
-    @pytest.mark.parametrize(("key", "expected"), TENSORS, ids=IDS)
-    def test_a_tensor_that_is_missing(self, rank, key, expected):
-        message = self.refused(rank, lambda tensors: {other: tensors[other] for other in tensors if other != key})
-        assert message == f"layer {LAYER}: {key.kind} {key.name}: expected {expected}, got nothing"
-
-    @pytest.mark.parametrize(("key", "expected"), TENSORS, ids=IDS)
-    def test_a_tensor_of_another_shape(self, rank, key, expected):
-        dtype = expected.split()[-1]
-        message = self.refused(rank, lambda tensors: tensors | {key: tensors[key].new_zeros(3, 2)})
-        assert message == f"layer {LAYER}: {key.kind} {key.name}: expected {expected}, got [3, 2] {dtype}"
-
-    @pytest.mark.parametrize(("key", "expected"), TENSORS, ids=IDS)
-    def test_a_tensor_of_another_dtype(self, rank, key, expected):
-        shape = expected.rpartition(" ")[0]
-        message = self.refused(rank, lambda tensors: tensors | {key: tensors[key].to(torch.float16)})
-        assert message == f"layer {LAYER}: {key.kind} {key.name}: expected {expected}, got {shape} torch.float16"
-
-    @pytest.mark.parametrize(
-        "key",
-        [
-            Key("parameter", "ghost"),
-            Key("buffer", "ghost"),
-            Key("main", "ghost"),
-            Key("main", "frozen"),
-            Key("optimizer:exp_avg", "frozen"),
-        ],
-        ids=str,
-    )
-    def test_a_tensor_that_the_module_has_no_place_for(self, rank, key):
-        message = self.refused(rank, lambda tensors: tensors | {key: torch.zeros(2)})
-        assert message.startswith(f"layer {LAYER}: state that the module has no place for: ")
-        assert str(key) in message
-
-    def test_a_layer_that_does_not_fit_leaves_nothing_to_attach(self, rank):
-        self.refused(rank, lambda tensors: tensors | {Key("buffer", "ghost"): torch.zeros(1)})
+    def test_a_layer_that_does_not_fit_leaves_nothing_to_attach(self):
+        rank, state = Rank(0), staged_layer()
+        misfit = LayerState(layer=3, tensors={**state.tensors, Key("buffer", "ghost"): torch.zeros(1)}, scalars=state.scalars)
+        with pytest.raises(CodecError, match="ghost"):
+            rank.store.prepare(PLAN, staged(misfit))
         with pytest.raises(KeyError):
-            rank.store.attach([LAYER])
-        assert rank.stage.added == {}
+            rank.store.attach([3])
+        assert list(rank.stage.layers) == [0, 1, 4, 5]
+
+
+class TestCommit:
+    def committed(self, rank, arrived, *, leaving=(), arriving=()):
+        rank.store.prepare(PLAN, arrived)
+        rank.calls.clear()
+        rank.store.detach(leaving)
+        rank.store.attach(arriving)
+        rank.store.rewrap()
+
+    def test_a_layer_that_arrives_is_dealt_in_and_so_is_its_optimizer_state(self):
+        rank, state = Rank(0), staged_layer()
+        stays = dict(rank.stage.layers)
+        self.committed(rank, staged(state), arriving=[3])
+        assert rank.names() == ["release", "deal", "edit", "rewrap"]
+        assert (rank.calls[0], rank.calls[1], rank.calls[3]) == (("release", 1), ("deal", AFTER), ("rewrap", 1, True))
+        assert list(rank.stage.layers) == [0, 1, 3, 4, 5]
+        assert all(rank.stage.layers[layer] is module for layer, module in stays.items())
+        weight = rank.stage.layers[3].weight
+        assert weight.data_ptr() == state.tensors[Key("parameter", "weight")].data_ptr()
+        _, removed, added, order = rank.calls[2]
+        assert (removed, list(added)) == ([], [weight])
+        assert added[weight].tensors["exp_avg"] is state.tensors[Key("optimizer:exp_avg", "weight")]
+        assert same(order, [module.weight for module in rank.stage.layers.values()])
+
+    def test_a_layer_that_leaves_is_taken_out_and_so_is_its_optimizer_state(self):
+        rank = Rank(1)
+        weight = rank.stage.layers[3].weight
+        self.committed(rank, staged(), leaving=[3])
+        assert rank.names() == ["release", "deal", "edit", "rewrap"]
+        assert (rank.calls[0], rank.calls[3]) == (("release", 0), ("rewrap", 0, True))
+        _, removed, added, order = rank.calls[2]
+        assert same(removed, [weight])
+        assert (added, list(rank.stage.layers)) == ({}, [2, 6, 7])
+        assert same(order, [module.weight for module in rank.stage.layers.values()])
+
+    def test_hooks_that_the_training_loop_had_taken_off_stay_off(self):
+        rank = Rank(1)
+        rank.stage.chunks[0].hooks_on = False
+        self.committed(rank, staged(), leaving=[3])
+        assert rank.calls[-1] == ("rewrap", 0, False)
+
+    def test_a_move_leaves_nothing_for_the_next(self):
+        rank = Rank(0)
+        self.committed(rank, staged(staged_layer()), arriving=[3])
+        rank.calls.clear()
+        rank.store.rewrap()
+        assert rank.calls == []
+
+    def test_a_stage_that_the_plan_leaves_alone_is_left_alone(self):
+        rank = Rank(0)
+        layers = dict(rank.stage.layers)
+        other = replace(PLAN, after=Layout.contiguous([2, 2, 2, 2], num_stages=2), moves=())
+        rank.store.prepare(other, staged())
+        rank.store.detach([])
+        rank.store.attach([])
+        rank.store.rewrap()
+        assert rank.calls == []
+        assert rank.stage.layers == layers

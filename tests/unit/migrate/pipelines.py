@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from megatron_dyn.migrate import MemoryTransport, Seat, execute
+from megatron_dyn.migrate import DEFAULT_BUCKET_BYTES, MemoryTransport, Seat, execute
 from megatron_dyn.plan import moves_between
 from megatron_dyn.records import Layout, Plan
 from megatron_dyn.testing.fakes import MemoryStore, small_layer
@@ -14,8 +14,15 @@ from megatron_dyn.testing.threads import ThreadCollective, ThreadMailbox, Thread
 NUM_TENSORS = len(small_layer(0).tensors)
 
 
-def tag_of(layer, index):
-    return layer * 4096 + index
+def tag_of(plan, layer, index):
+    """The tag of tensor `index` of a layer that moves, in one pipeline and one bucket: senders by rank, layers as planned."""
+    senders = sorted(plan.moves, key=lambda move: move.source)
+    return [move.layer for move in senders].index(layer) * NUM_TENSORS + index
+
+
+def layer_of(buffers):
+    """Which small_layer these buffers are."""
+    return int(buffers[0].view(torch.bfloat16)[0]) // 100
 
 
 def rank_here():
@@ -70,8 +77,8 @@ class Meetings(ThreadCollective):
 class Pipelines:
     """`num_replicas` pipelines as threads. Ranks run replica fastest, as in Megatron."""
 
-    def __init__(self, plan, *, num_replicas=1, faults=None, timeout_seconds=20.0):
-        self.plan, self.num_replicas = plan, num_replicas
+    def __init__(self, plan, *, num_replicas=1, faults=None, timeout_seconds=20.0, bucket_bytes=DEFAULT_BUCKET_BYTES):
+        self.plan, self.num_replicas, self.bucket_bytes = plan, num_replicas, bucket_bytes
         self.world = ThreadWorld(plan.before.num_stages * num_replicas, timeout_seconds=timeout_seconds)
         faults = faults or Faults()
         self.mailbox = ThreadMailbox(timeout_seconds=timeout_seconds, faults=faults)
@@ -91,9 +98,10 @@ class Pipelines:
         return execute(
             plan or self.plan,
             self.seat(rank),
-            self.stores[rank].export,
+            self.stores[rank],
             collective=Meetings(self.world, rank, self.events[rank]),
             transport=self.wires[rank],
+            bucket_bytes=self.bucket_bytes,
         )
 
     def run(self):

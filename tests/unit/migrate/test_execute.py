@@ -8,7 +8,7 @@ import torch
 
 from megatron_dyn.migrate import Key, describe, digest
 from megatron_dyn.testing.fakes import small_layer
-from tests.unit.migrate.pipelines import NUM_TENSORS, Pipelines, assert_same, plan_of, rank_here, tag_of
+from tests.unit.migrate.pipelines import NUM_TENSORS, Pipelines, assert_same, layer_of, plan_of, rank_here, tag_of
 
 # The module: its name in the package is the function's.
 EXECUTE = import_module("megatron_dyn.migrate.execute")
@@ -31,7 +31,7 @@ def test_layers_that_change_their_stage_arrive_equal_and_nothing_else_changes(be
         for layer, state in staged.states.items():
             assert_same(state, small_layer(layer))
         assert tuple(job.stores[pp_rank].layers) == plan.before.layers_of_stage(pp_rank)
-        assert job.stores[pp_rank].calls == []
+        assert job.stores[pp_rank].calls == [("quiesce", None)]
     assert len(job.mailbox) == 0
 
 
@@ -44,11 +44,12 @@ def test_what_is_sent_is_received_and_counted_in_bytes():
 
 
 def test_every_tensor_is_its_own_message_and_both_ends_queue_them_in_the_same_order():
-    job = Pipelines(plan_of(*BOTH_WAYS))
+    plan = plan_of(*BOTH_WAYS)
+    job = Pipelines(plan)
     job.run()
     queued = [[event for event in events if event[0] in ("send", "receive")] for events in job.events]
-    upward = [("send", 1, tag_of(layer, index)) for layer in (2, 3) for index in range(NUM_TENSORS)]
-    downward = [("send", 1, tag_of(8, index)) for index in range(NUM_TENSORS)]
+    upward = [("send", 1, tag_of(plan, layer, index)) for layer in (2, 3) for index in range(NUM_TENSORS)]
+    downward = [("send", 1, tag_of(plan, 8, index)) for index in range(NUM_TENSORS)]
     assert queued[0] == upward
     assert queued[2] == downward
     assert queued[1] == [("receive", 0, tag) for _, _, tag in upward] + [("receive", 2, tag) for _, _, tag in downward]
@@ -63,7 +64,7 @@ def test_a_tensor_without_elements_sends_nothing_and_arrives():
     assert receiver.receipt.problem is None
     assert (receiver.states[3].tensors[empty].shape, receiver.states[3].tensors[empty].dtype) == ((2, 0), torch.bfloat16)
     assert_same(receiver.states[3], job.stores[0].layers[3])
-    assert sorted(job.wires[0].sent) == [tag_of(3, index) for index in range(NUM_TENSORS)]
+    assert sorted(job.wires[0].sent) == list(range(NUM_TENSORS))
 
 
 def test_nothing_is_copied_on_either_side():
@@ -72,8 +73,8 @@ def test_nothing_is_copied_on_either_side():
     for layer in (2, 3):
         leaving, arrived = job.stores[0].layers[layer].tensors.values(), receiver.states[layer].tensors.values()
         for index, (live, staged) in enumerate(zip(leaving, arrived, strict=True)):
-            assert job.wires[0].sent[tag_of(layer, index)].data_ptr() == live.data_ptr()
-            assert job.wires[1].received[tag_of(layer, index)].data_ptr() == staged.data_ptr()
+            assert job.wires[0].sent[tag_of(job.plan, layer, index)].data_ptr() == live.data_ptr()
+            assert job.wires[1].received[tag_of(job.plan, layer, index)].data_ptr() == staged.data_ptr()
             assert live.data_ptr() != staged.data_ptr()
 
 
@@ -86,12 +87,12 @@ def test_a_tensor_that_is_not_contiguous_arrives_equal():
     assert_same(receiver.states[3], job.stores[0].layers[3])
 
 
-def test_all_ranks_meet_three_times_and_the_digests_of_what_leaves_are_made_under_way(monkeypatch):
+def test_all_ranks_meet_four_times_and_the_digests_of_what_leaves_are_made_under_way(monkeypatch):
     job = Pipelines(plan_of(*BOTH_WAYS))
 
-    def noted(state):
-        job.events[rank_here()].append(("digest", state.layer))
-        return digest(state)
+    def noted(buffers):
+        job.events[rank_here()].append(("digest", layer_of(buffers)))
+        return digest(buffers)
 
     monkeypatch.setattr(EXECUTE, "digest", noted)
     job.run()
@@ -100,15 +101,16 @@ def test_all_ranks_meet_three_times_and_the_digests_of_what_leaves_are_made_unde
     for passed, layers in zip(steps, digests, strict=True):
         assert passed == [
             "plan and manifests",
-            "room for the layers",
+            "shards of the optimizer",
+            "room for what arrives",
             "run",
             "meanwhile",
             *(("digest", layer) for layer in layers["leaving"]),
             "taking",
-            "digests of the layers",
+            "digests of what was sent",
             *(("digest", layer) for layer in layers["arriving"]),
         ]
-    assert job.world.num_meetings == 3
+    assert job.world.num_meetings == 4
 
 
 def test_each_replica_gets_its_layers_from_its_own_pipeline():
@@ -117,3 +119,47 @@ def test_each_replica_gets_its_layers_from_its_own_pipeline():
         store.layers[1] = replace(small_layer(1), scalars={"replica": replica})
     results = job.run()
     assert [staged.states[1].scalars for staged in results[2:]] == [{"replica": 0}, {"replica": 1}]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 5, 12, 36, 1000])
+def test_however_little_is_under_way_at_a_time_the_same_arrives(bucket_bytes):
+    plan = plan_of(*BOTH_WAYS)
+    whole, parts = Pipelines(plan).run(), Pipelines(plan, bucket_bytes=bucket_bytes)
+    for staged, expected in zip(parts.run(), whole, strict=True):
+        assert list(staged.states) == list(expected.states)
+        for layer, state in staged.states.items():
+            assert_same(state, expected.states[layer])
+        assert replace(staged.receipt, seconds=0.0) == replace(expected.receipt, seconds=0.0)
+    for wire, events in zip(parts.wires, parts.events, strict=True):
+        # What is queued between two runs is one bucket; rank 1 both sends and receives.
+        sizes, buffers = [0], wire.sent | wire.received
+        for event in events:
+            if event == "run":
+                sizes.append(0)
+            elif event[0] in ("send", "receive"):
+                sizes[-1] += buffers[event[2]].numel()
+        assert sizes.pop() == 0
+        assert max(sizes) <= bucket_bytes
+    assert len(parts.mailbox) == 0
+
+
+def test_digests_of_what_leaves_are_made_once_however_many_buckets_there_are(monkeypatch):
+    job, digested = Pipelines(plan_of([4, 4], [2, 6]), bucket_bytes=7), []
+
+    def noted(buffers):
+        digested.append((rank_here(), layer_of(buffers)))
+        return digest(buffers)
+
+    monkeypatch.setattr(EXECUTE, "digest", noted)
+    job.run()
+    assert job.events[0].count("run") > 1
+    assert sorted(digested) == [(0, 2), (0, 3), (1, 2), (1, 3)]
+
+
+def test_a_layer_without_a_byte_moves_too():
+    job = Pipelines(plan_of([4, 4], [3, 5]))
+    job.stores[0].layers[3] = replace(small_layer(3), tensors={Key("buffer", "empty"): torch.zeros(2, 0)})
+    sender, receiver = job.run()
+    assert (sender.receipt.sent_layers, receiver.receipt.received_layers) == ((3,), (3,))
+    assert (receiver.receipt.problem, receiver.receipt.received_bytes) == (None, 0)
+    assert_same(receiver.states[3], job.stores[0].layers[3])

@@ -6,12 +6,13 @@ from importlib import import_module
 import pytest
 import torch
 
-from megatron_dyn.migrate import PlanMismatch, allocate, digest
+from megatron_dyn.migrate import PlanMismatch, allocate, digest, flat_bytes
+from megatron_dyn.migrate.offer import Offer
 from megatron_dyn.ports import CollectiveTimeout
 from megatron_dyn.testing.fakes import small_layer
 from megatron_dyn.testing.faults import Faults, Operation
 from megatron_dyn.testing.threads import ThreadCollective, ThreadMailbox
-from tests.unit.migrate.pipelines import NUM_TENSORS, Pipelines, plan_of, rank_here, tag_of
+from tests.unit.migrate.pipelines import NUM_TENSORS, Pipelines, layer_of, plan_of, rank_here, tag_of
 
 # The module: its name in the package is the function's.
 EXECUTE = import_module("megatron_dyn.migrate.execute")
@@ -47,7 +48,9 @@ def test_a_damaged_layer_is_a_problem_and_nothing_is_staged(layers):
     faults = Faults().plan(Operation.CORRUPT, 0)
     sender, receiver = Pipelines(plan_of([4, 4], [4 - layers, 4 + layers]), faults=faults).run()
     assert faults.struck == [(Operation.CORRUPT, 0)]
-    expected = f"layer {4 - layers}: checksum differs, expected {digest(small_layer(4 - layers)):#x}, got 0x"
+    expected = (
+        f"layer {4 - layers} from rank 0: checksum differs, expected {digest(flat_bytes(small_layer(4 - layers))):#x}, got 0x"
+    )
     assert receiver.receipt.problem.startswith(expected)
     assert receiver.states == {}
     assert sender.receipt.problem is None
@@ -57,9 +60,9 @@ def test_a_damaged_layer_is_a_problem_and_nothing_is_staged(layers):
 def test_damage_to_any_tensor_of_a_layer_is_noticed(index):
     job = Pipelines(plan_of([4, 4], [2, 6]))
     for wire in job.wires:
-        wire.mailbox = FlippingMailbox(tag_of(3, index)) if wire.rank == 0 else job.wires[0].mailbox
+        wire.mailbox = FlippingMailbox(tag_of(job.plan, 3, index)) if wire.rank == 0 else job.wires[0].mailbox
     sender, receiver = job.run()
-    assert receiver.receipt.problem.startswith("layer 3: checksum differs")
+    assert receiver.receipt.problem.startswith("layer 3 from rank 0: checksum differs")
     assert "; " not in receiver.receipt.problem
     assert (receiver.states, sender.receipt.problem) == ({}, None)
 
@@ -68,14 +71,14 @@ def test_two_tensors_that_arrive_in_each_others_place_are_noticed():
     class Swapping(ThreadMailbox):
         def put(self, source, destination, tag, buffer):
             # The fp32 copy and the moment, of the same size.
-            super().put(source, destination, {tag_of(3, 1): tag_of(3, 2), tag_of(3, 2): tag_of(3, 1)}.get(tag, tag), buffer)
+            super().put(source, destination, {1: 2, 2: 1}.get(tag, tag), buffer)
 
     job = Pipelines(plan_of([4, 4], [3, 5]))
     mailbox = Swapping()
     for wire in job.wires:
         wire.mailbox = mailbox
     _, receiver = job.run()
-    assert receiver.receipt.problem.startswith("layer 3: checksum differs")
+    assert receiver.receipt.problem.startswith("layer 3 from rank 0: checksum differs")
 
 
 def test_every_damaged_layer_is_named():
@@ -84,7 +87,7 @@ def test_every_damaged_layer_is_named():
     for _ in range(NUM_TENSORS + 1):
         faults.plan(Operation.CORRUPT, 0)
     _, receiver = Pipelines(plan_of([4, 4], [1, 7]), faults=faults).run()
-    assert [f"layer {layer}:" in receiver.receipt.problem for layer in (1, 2, 3)] == [True, True, False]
+    assert [f"layer {layer} from rank 0:" in receiver.receipt.problem for layer in (1, 2, 3)] == [True, True, False]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -148,10 +151,10 @@ def test_every_rank_has_made_room_before_the_first_buffer_moves(monkeypatch):
     ids=["receiver", "sender"],
 )
 def test_a_check_that_fails_is_a_problem_of_the_receiver_and_nobody_waits(monkeypatch, failing_rank, told):
-    def failing(state):
-        if (rank_here(), state.layer) == (failing_rank, 3):
+    def failing(buffers):
+        if (rank_here(), layer_of(buffers)) == (failing_rank, 3):
             raise RuntimeError("no device")
-        return digest(state)
+        return digest(buffers)
 
     monkeypatch.setattr(EXECUTE, "digest", failing)
     job = Pipelines(plan_of([4, 4], [2, 6]))
@@ -166,8 +169,8 @@ def test_a_tensor_that_never_arrives_ends_in_errors_that_name_who_is_waited_for(
     job = Pipelines(plan_of([4, 4], [3, 5]), faults=Faults().plan(Operation.LOSE, 0), timeout_seconds=0.2)
     sender, receiver = job.run()
     assert [type(error) for error in (sender, receiver)] == [CollectiveTimeout, CollectiveTimeout]
-    assert f"rank 1: receiving {tag_of(3, 0)} from rank 0" in str(receiver)
-    assert "rank 0: digests of the layers: ranks [1] absent" in str(sender)
+    assert "rank 1: receiving 0 from rank 0" in str(receiver)
+    assert "rank 0: digests of what was sent: ranks [1] absent" in str(sender)
 
 
 def test_a_rank_that_is_gone_ends_in_an_error_that_names_what_was_waited_for():
@@ -177,15 +180,20 @@ def test_a_rank_that_is_gone_ends_in_an_error_that_names_what_was_waited_for():
     assert "rank 0: plan and manifests: ranks [1] absent" in str(results[0])
 
 
-def test_a_rank_that_is_gone_while_room_is_made_ends_in_an_error_too():
+@pytest.mark.parametrize("num_met", [1, 2])
+def test_a_rank_that_is_gone_while_room_is_made_ends_in_an_error_too(num_met):
     job = Pipelines(plan_of([4, 4], [3, 5]), timeout_seconds=0.2)
+    meetings = ["plan and manifests", "shards of the optimizer", "room for what arrives"]
 
     def run(rank):
-        # Rank 1 agrees to the plan and dies.
-        offer = EXECUTE.Offer(digest=job.plan.digest, problem=None, manifests={})
-        return ThreadCollective(job.world, 1).gather(offer, "plan and manifests") if rank == 1 else job.execute(rank)
+        if rank == 0:
+            return job.execute(rank)
+        # Rank 1 agrees to the plan, tells what it wants to hold, and dies.
+        values = [Offer(digest=job.plan.digest, problem=None, pipeline_ranks=(0, 1)), (None, {})]
+        collective = ThreadCollective(job.world, 1)
+        return [collective.gather(*pair) for pair in zip(values[:num_met], meetings, strict=False)]
 
     results = job.world.run(run)
     assert isinstance(results[0], CollectiveTimeout)
-    assert "rank 0: room for the layers: ranks [1] absent" in str(results[0])
+    assert f"rank 0: {meetings[num_met]}: ranks [1] absent" in str(results[0])
     assert len(job.mailbox) == 0

@@ -1,7 +1,10 @@
 """Rebuild: all ranks vote before anything changes; then all change, or the job ends."""
 
+from dataclasses import replace
+
 import pytest
 
+from megatron_dyn.migrate import Staged
 from megatron_dyn.plan import moves_between
 from megatron_dyn.ports import CollectiveTimeout
 from megatron_dyn.rebuild import RebuildError, rebuild
@@ -18,17 +21,17 @@ PLAN = Plan(before=BEFORE, after=AFTER, moves=moves_between(BEFORE, AFTER), reas
 class Job:
     """Three stages, one rank each, with the arriving layers staged."""
 
-    def __init__(self, *, faults=None, problems=(None, None, None), timeout_seconds=20.0):
+    def __init__(self, plan=PLAN, *, faults=None, problems=(None, None, None), timeout_seconds=20.0):
         self.world = ThreadWorld(3, timeout_seconds=timeout_seconds)
-        self.problems = problems
-        self.stores = [MemoryStore(rank, BEFORE.layers_of_stage(rank), faults=faults) for rank in range(3)]
+        self.plan, self.problems = plan, problems
+        self.stores = [MemoryStore(rank, plan.before.layers_of_stage(rank), faults=faults) for rank in range(3)]
 
     def rebuild(self, rank):
-        arriving = [move.layer for move in PLAN.moves if move.destination == rank]
-        staged = {} if self.problems[rank] else {layer: small_layer(layer) for layer in arriving}
+        arriving = [move.layer for move in self.plan.moves if move.destination == rank]
+        states = {} if self.problems[rank] else {layer: small_layer(layer) for layer in arriving}
         return rebuild(
-            PLAN,
-            staged,
+            self.plan,
+            replace(Staged.nothing(), states=states),
             self.problems[rank],
             pp_rank=rank,
             store=self.stores[rank],
@@ -76,6 +79,22 @@ def test_a_stage_that_is_not_affected_is_not_rewrapped_but_publishes():
     assert job.names()[2] == ["prepare", "detach", "publish", "attach"]
     assert job.stores[2].layout == AFTER
     assert job.layers()[2] == BEFORE.layers_of_stage(2)
+
+
+def test_a_stage_whose_layers_only_change_places_among_its_own_chunks_is_rewrapped_too():
+    before, after = Layout.contiguous([1, 0, 1, 1, 1, 1], num_stages=3), Layout.contiguous([1, 1, 0, 1, 0, 2], num_stages=3)
+    # Layer 1 goes from stage 2 to 1 and layer 3 from stage 1 to 2; layers 0 and 2 stay on stage 0.
+    job = Job(Plan(before=before, after=after, moves=moves_between(before, after), reason="test"))
+    assert [result.committed for result in job.run()] == [True] * 3
+    assert ["rewrap" in names for names in job.names()] == [False, True, True]
+
+    before, after = Layout.contiguous([2, 0, 0, 1, 1, 2], num_stages=3), Layout.contiguous([1, 0, 0, 2, 1, 2], num_stages=3)
+    # Layer 1 stays on stage 0, and goes from its first chunk to its second.
+    plan = Plan(before=before, after=after, moves=moves_between(before, after), reason="test")
+    assert plan.moves == ()
+    job = Job(plan)
+    job.run()
+    assert ["rewrap" in names for names in job.names()] == [True, False, False]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

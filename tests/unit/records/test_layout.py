@@ -192,6 +192,11 @@ def test_every_layer_is_on_one_stage(counts: list[int], num_stages: int) -> None
     layout = Layout.contiguous(counts, num_stages=num_stages)
     by_chunk = [layer for index in range(len(counts)) for layer in layout.layers_of_chunk(index)]
     assert by_chunk == list(range(layout.num_layers))
+    for stage in range(num_stages):
+        chunks = layout.layers_by_chunk(stage)
+        assert chunks == tuple(layout.layers_of_chunk(index) for index in range(stage, len(counts), num_stages))
+        assert len(chunks) == layout.num_virtual
+        assert tuple(layer for chunk in chunks for layer in chunk) == layout.layers_of_stage(stage)
     by_stage = {layer: stage for stage in range(num_stages) for layer in layout.layers_of_stage(stage)}
     assert tuple(by_stage[layer] for layer in range(layout.num_layers)) == layout.stage_of()
     assert Layout.parse(layout.text, num_stages) == layout

@@ -83,6 +83,25 @@ def test_the_digest_is_the_same_on_every_machine_and_release() -> None:
     assert plan([4, 4], [3, 5], moves).digest == "18b27250cee36436"
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "num_stages", "touched"),
+    [
+        ([4, 4, 4], [3, 5, 4], 3, [True, True, False]),
+        ([4, 4, 4], [4, 4, 4], 3, [False, False, False]),
+        ([2, 2, 2, 2], [2, 1, 3, 2], 2, [True, True]),
+        # Layer 1 goes from the first chunk of stage 0 to its second: the stage holds the same layers, in other places.
+        ([2, 0, 1, 3], [1, 0, 2, 3], 2, [True, False]),
+    ],
+)
+def test_a_plan_touches_a_stage_when_the_layers_of_any_of_its_chunks_change(
+    before: list[int], after: list[int], num_stages: int, touched: list[bool]
+) -> None:
+    """Not only when layers come or go."""
+    layouts = [Layout.contiguous(counts, num_stages=num_stages) for counts in (before, after)]
+    found = Plan(before=layouts[0], after=layouts[1], moves=(), reason="test")
+    assert [found.touches(pp_rank) for pp_rank in range(num_stages)] == touched
+
+
 def test_outcomes_are_written_as_plain_words() -> None:
     """A report line holds the word itself."""
     assert [f"{outcome}" for outcome in Outcome] == ["commit", "abort", "no_change"]

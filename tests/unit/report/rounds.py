@@ -60,6 +60,7 @@ def committed_round(**changes):
         measuring_seconds=0.031,
         deciding_seconds=0.0042,
         moving_seconds=0.57,
+        peak_extra_bytes=8192,
     )
     return replace(report, **changes)
 

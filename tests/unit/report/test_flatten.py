@@ -28,6 +28,8 @@ ROUND_KEYS = {
     "measuring_seconds",
     "deciding_seconds",
     "moving_seconds",
+    "moved_bytes_per_second",
+    "peak_extra_bytes",
 }
 SNAPSHOT_KEYS = {"step_seconds", "num_microbatches", "other_seconds", "layers", "embedding", "head", "stages"}
 COST_KEYS = {"forward_seconds", "backward_seconds", "state_bytes", "activation_bytes", "moved_bytes"}
@@ -52,6 +54,7 @@ def test_what_a_round_says():
     assert (line["outcome"], line["layout_before"], line["layout_after"]) == ("commit", "Et*2|tL", "Et|t*2L")
     assert line["moves"] == [{"layer": 1, "from": 0, "to": 1}]
     assert (line["moved_bytes"], line["predicted_after_seconds"]) == (4096, 1.4)
+    assert (line["moved_bytes_per_second"], line["peak_extra_bytes"]) == (4096 / 0.57, 8192)
 
 
 @pytest.mark.parametrize(

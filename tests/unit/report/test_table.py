@@ -46,7 +46,7 @@ def test_a_commit_shows_the_layouts_and_what_the_round_took():
     text = " ".join(shown(committed_round()).split())
     assert "layout Et*2|tL -> Et|t*2L (1 layers moved)" in text
     assert "measured 2.000 s, predicted 1.400 s" in text
-    assert "measuring 0.031 s, deciding 4.2 ms, moving 0.570 s (0.0 MiB)" in text
+    assert "measuring 0.031 s, deciding 4.2 ms, moving 0.570 s (0.0 MiB, 0 MiB/s, 0.0 MiB more memory at the peak)" in text
     assert "saves 60 s in 100 steps" in text
 
 

@@ -32,6 +32,11 @@ def test_experts_lose_their_bias_and_only_they():
     assert not has_flag(cpu_arguments([])[0], "--disable-bias-linear")
 
 
+def test_asynchronous_saves_get_the_writer_that_needs_no_gpu_and_only_they():
+    assert cpu_arguments(["--async-save"])[0][-2:] == ["--async-strategy", "mcore"]
+    assert not has_flag(cpu_arguments([])[0], "--async-strategy")
+
+
 def test_the_callers_list_is_not_changed():
     argv = ["--num-layers", "8"]
     cpu_arguments(argv)
