@@ -8,7 +8,14 @@ from megatron_dyn.testing.training import losses, tiny_gpt_arguments
 from megatron_dyn.testing.training import train as train_stock
 from tests.distributed.plugin_run import read_lines, run, run_to_exit, train
 
-FLAGS = {"pipeline_model_parallel_size": 2, "train_iters": 8, "clip_grad": 0.0, "ckpt_format": "torch_dist"}
+FLAGS = {
+    "pipeline_model_parallel_size": 2,
+    "train_iters": 8,
+    "clip_grad": 0.0,
+    "ckpt_format": "torch_dist",
+    # Tied, the gradients of both ends would add up in another order on one stage than on two.
+    "untie_embeddings_and_output_weights": True,
+}
 STOP = {"save_interval": 5, "exit_interval": 5}
 
 

@@ -21,13 +21,24 @@ MOVES = {"dyn_rebalance": "auto"}
         ({"dyn_layout_at": "x"}, "--dyn-layout-at: expected N:LAYOUT, got 'x'"),
         ({"dyn_record_losses": True}, "--dyn-record-losses: needs --dyn-report-dir"),
         ({**MOVES, "dyn_profile_interval": 0}, "--dyn-profile-interval: expected at least 1, got 0"),
-        ({**MOVES, "use_distributed_optimizer": True}, "--use-distributed-optimizer (distributed optimizer)"),
-        ({**MOVES, "overlap_grad_reduce": True}, "--overlap-grad-reduce"),
-        ({**MOVES, "num_virtual_stages_per_pipeline_rank": 2}, "virtual pipeline stages"),
-        ({**MOVES, "num_experts": 2}, "--num-experts"),
-        ({**MOVES, "fp16": True}, "--fp16"),
-        ({**MOVES, "decoder_first_pipeline_num_layers": 5}, "--decoder-first-pipeline-num-layers"),
-        ({**MOVES, "pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2}, "--tensor-model-parallel-size"),
+        ({**MOVES, "dyn_migrate_bucket_bytes": 0}, "--dyn-migrate-bucket-bytes: expected at least 1, got 0"),
+        (
+            {**MOVES, "num_virtual_stages_per_pipeline_rank": 2},
+            "--num-layers-per-virtual-pipeline-stage (virtual pipeline stages",
+        ),
+        ({**MOVES, "cuda_graph_impl": "local"}, "--cuda-graph-impl (CUDA graphs)"),
+        ({**MOVES, "pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2}, "a single pipeline stage"),
+        (
+            {
+                "dyn_layout_at": "3:Et*8|mL",
+                "mtp_num_layers": 1,
+                "position_embedding_type": "rope",
+                "pipeline_model_parallel_layout": "Et*4|t*4mL",
+                "dyn_allow_empty_stages": True,
+            },
+            "--dyn-layout-at 3: with MTP the last decoder layer stays on stage 1",
+        ),
+        ({**MOVES, "dyn_rng_per_layer": True, "te_rng_tracker": True}, "--te-rng-tracker"),
     ],
 )
 def test_refused_at_start(flags, told):
