@@ -59,7 +59,7 @@ def test_package_is_clean():
 
 
 def test_sources_are_ascii():
-    folders = [PACKAGE, ROOT / "examples", ROOT / "benchmarks", ROOT / "tests"]
+    folders = [PACKAGE, ROOT / "examples", ROOT / "benchmarks", ROOT / "compat", ROOT / "tests"]
     strange = [path for path in python_files(*folders) if not path.read_bytes().isascii()]
     assert [path.relative_to(ROOT).as_posix() for path in strange] == []
 
