@@ -9,6 +9,10 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.distributed.matrix import Case
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,6 +38,34 @@ def limits_table() -> str:
     return "\n".join([*rows, *(f"| {limit.what} | `{limit.flag}` |" for limit in LIMITS)])
 
 
+def matrix_table() -> str:
+    """What a run with moves was compared with a run without under."""
+    from tests.distributed.matrix import CASES, GRID
+
+    columns = list(dict.fromkeys(case.what for case in GRID))
+    rows = [f"| ranks | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for ranks in dict.fromkeys(case.topology.text for case in GRID):
+        cells = [_cell(case) for case in GRID if case.topology.text == ranks]
+        rows.append(f"| {ranks} | {' | '.join(cells)} |")
+    rows += ["", "| ranks | what | test |", "|---|---|---|"]
+    rows += [f"| {case.topology.text} | {case.what} | {_cell(case)} |" for case in CASES if case not in GRID]
+    return "\n".join(rows)
+
+
+def _cell(case: "Case") -> str:
+    return f"`{case.name}`" + (" (core)" if case.core else "")
+
+
+def refusals_table() -> str:
+    """What ends the job at start, with the words it ends with."""
+    from megatron_dyn.host.support import LIMITS, REBALANCE_LIMITS, refusal
+
+    rows = ["| refused | message (after `megatron_dyn: error: `) |", "|---|---|"]
+    for limits, rebalances in ((LIMITS, False), (REBALANCE_LIMITS, True)):
+        rows += [f"| {limit.what} | `{refusal([limit], rebalances=rebalances)}` |" for limit in limits]
+    return "\n".join(rows)
+
+
 def ledger_tables() -> str:
     """Every seam with why and when it goes."""
     from megatron_dyn.host.ledger import ledger
@@ -48,6 +80,8 @@ def ledger_tables() -> str:
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "flags": ("README.md", flags_table),
     "limits": ("README.md", limits_table),
+    "matrix": ("docs/support.md", matrix_table),
+    "refusals": ("docs/support.md", refusals_table),
     "ledger": ("docs/seams.md", ledger_tables),
 }
 
