@@ -127,7 +127,7 @@ REBALANCE_LIMITS: tuple[Limit, ...] = (
 
 
 def check_exact_grad_norm(args: Any) -> None:
-    """Raise ConfigError where gradients are no plain tensors, so that sums per parameter would be sums per shard of one."""
+    """Raise ConfigError where gradients are no plain tensors, or lie over ranks that the norm's group does not hold."""
     for flag, name in (("--use-megatron-fsdp", "use_megatron_fsdp"), ("--use-torch-fsdp2", "use_torch_fsdp2")):
         if getattr(args, name, None):
             raise ConfigError(f"--dyn-exact-grad-norm: cannot be had with {flag}; drop one of them")
@@ -162,8 +162,8 @@ RNG_LIMITS: tuple[Limit, ...] = (
 
 def check_rng_per_layer(args: Any) -> None:
     """Raise ConfigError naming every flag under which layers cannot have streams of their own."""
-    if used := [f"{limit.flag} ({limit.what})" for limit in RNG_LIMITS if limit.used(args)]:
-        raise ConfigError(f"--dyn-rng-per-layer: cannot be had with {'; '.join(used)}; drop one of them")
+    if used := [limit for limit in RNG_LIMITS if limit.used(args)]:
+        raise ConfigError(f"--dyn-rng-per-layer: cannot be had with {_told(used)}; drop one of them")
 
 
 def check_support(args: Any, *, rebalances: bool) -> None:
@@ -179,10 +179,13 @@ def check_support(args: Any, *, rebalances: bool) -> None:
 
 def refusal(limits: Sequence[Limit], *, rebalances: bool) -> str:
     """The line for a command line that runs into these limits; `rebalances`: they are limits of deciding, not of moving."""
-    told = "; ".join(f"{limit.flag} ({limit.what})" for limit in limits)
     if rebalances:
-        return f"--dyn-rebalance: cannot plan with {told}"
-    return f"--dyn-rebalance/--dyn-layout-at: cannot move layers with {told}; drop it or the --dyn flags"
+        return f"--dyn-rebalance: cannot plan with {_told(limits)}"
+    return f"--dyn-rebalance/--dyn-layout-at: cannot move layers with {_told(limits)}; drop it or the --dyn flags"
+
+
+def _told(limits: Sequence[Limit]) -> str:
+    return "; ".join(f"{limit.flag} ({limit.what})" for limit in limits)
 
 
 def randomness_notice(args: Any) -> str | None:

@@ -77,7 +77,7 @@ class MemoryStore:
         return self.layers[layer]
 
     def quiesce(self) -> None:
-        """See ports.LayerStore."""
+        """See migrate.Source."""
         self.calls.append(("quiesce", None))
 
     def shards(self, plan: Plan) -> Mapping[ShardKey, Shard]:

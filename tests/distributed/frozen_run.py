@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_dyn.host.seams import Seam, apply
-from tests.distributed.plugin_run import train_and_dump
+from megatron_dyn.host.seams import apply
+from tests.distributed.plugin_run import row, train_and_dump
 
 
 def train_with_frozen_layers(argv: Sequence[str], layers: Sequence[int]) -> dict[str, Any]:
@@ -37,13 +37,8 @@ def train_with_frozen_layers(argv: Sequence[str], layers: Sequence[int]) -> dict
 
     importlib.import_module("megatron.training.training")
     rows = [
-        Seam(
-            target="megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-            why="the test freezes layers as a user's model would",
-            remove_when="never",
-            wrap=freezing,
-        ),
-        Seam(target="megatron.training.training:train", why="the test looks", remove_when="never", wrap=looking),
+        row("megatron.core.models.gpt.gpt_model:GPTModel.__init__", freezing),
+        row("megatron.training.training:train", looking),
     ]
     with apply(rows):
         return train_and_dump(argv) | found

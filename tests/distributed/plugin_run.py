@@ -87,7 +87,8 @@ def train_and_dump(argv: Sequence[str], watch: int = 0) -> dict[str, Any]:
 
         return step_and_look
 
-    rows = [_row("train", around_train), *([_row("train_step", around_step)] if watch else [])]
+    training = "megatron.training.training"
+    rows = [row(f"{training}:train", around_train), *([row(f"{training}:train_step", around_step)] if watch else [])]
     with apply(rows):
         train(argv)
     return found
@@ -98,5 +99,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _row(name: str, wrap: Callable[..., Any]) -> Seam:
-    return Seam(target=f"megatron.training.training:{name}", why="the test looks", remove_when="never", wrap=wrap)
+def row(target: str, wrap: Callable[..., Any]) -> Seam:
+    """A seam through which a test looks at a run, or interferes with it."""
+    return Seam(target=target, why="the test looks", remove_when="never", wrap=wrap)

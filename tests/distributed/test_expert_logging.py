@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_dyn.host.seams import Seam, apply
+from megatron_dyn.host.seams import apply
 from megatron_dyn.testing.ranks import run_ranks
 from megatron_dyn.testing.training import tiny_gpt_arguments
 from tests.distributed.matrix import MOE, TINY
-from tests.distributed.plugin_run import train
+from tests.distributed.plugin_run import row, train
 
 FLAGS = {
     **TINY,
@@ -46,12 +46,6 @@ def train_and_listen(argv: Sequence[str]) -> list[dict[str, Any]]:
 
         return log_per_layer
 
-    row = Seam(
-        target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._log_per_layer",
-        why="the test listens",
-        remove_when="never",
-        wrap=listening,
-    )
-    with apply([row]):
+    with apply([row("megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._log_per_layer", listening)]):
         train(argv)
     return heard

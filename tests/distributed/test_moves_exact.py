@@ -4,11 +4,11 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_dyn.host.seams import Seam, apply
+from megatron_dyn.host.seams import apply
 from megatron_dyn.testing.ranks import run_ranks
 from megatron_dyn.testing.training import tiny_gpt_arguments
 from tests.distributed.matrix import TINY
-from tests.distributed.plugin_run import REPORT_FLAGS, read_lines, run, train_and_dump
+from tests.distributed.plugin_run import REPORT_FLAGS, read_lines, row, run, train_and_dump
 
 FLAGS = {
     **TINY,
@@ -65,13 +65,7 @@ def request_within_a_step(argv: Sequence[str]) -> None:
         return forward_step
 
     installer.install = installing(installer.install)
-    row = Seam(
-        target="megatron.core.pipeline_parallel.schedules:forward_step",
-        why="the test asks in the middle of a step",
-        remove_when="never",
-        wrap=asking,
-    )
-    with apply([row]):
+    with apply([row("megatron.core.pipeline_parallel.schedules:forward_step", asking)]):
         train_and_dump(argv)
 
 
