@@ -2,6 +2,7 @@
 
 from megatron_dyn.records.layout import Chunk, Layout, LayoutError, uniform_layout
 from megatron_dyn.records.rounds import (
+    NOTABLE_SPEED,
     SCHEMA_VERSION,
     Cost,
     Move,
@@ -22,6 +23,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Move",
+    "NOTABLE_SPEED",
     "NoChange",
     "Outcome",
     "Plan",

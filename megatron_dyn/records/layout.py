@@ -8,11 +8,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_REPEATED_GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
-_REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d+)")
+_REPEATED_GROUP = re.compile(r"\(([^()]+)\)\*([0-9]+)")
+_REPEATED_LETTER = re.compile(r"([EtmL|])\*([0-9]+)")
 _LETTERS = "EtmL"
 _MAX_REPEAT = 100_000
 """More layers or stages than any model has; a typing error beyond it must not fill the memory."""
+_MAX_LETTERS = 1_000_000
+"""The same for repeats of repeats, all parts together."""
 
 
 class LayoutError(ValueError):
@@ -64,13 +66,17 @@ class Layout:
         _check_mtp(self)
 
     @classmethod
-    def parse(cls, text: str, num_stages: int) -> "Layout":
-        """Read Megatron's layout syntax, for example `Et*3|(tt|)*29,m|L`; raises LayoutError naming the bad token."""
+    def parse(cls, text: str, num_stages: int | None = None) -> "Layout":
+        """Read Megatron's layout syntax, for example `Et*3|(tt|)*29,m|L`; raises LayoutError naming the bad token.
+
+        `num_stages` None: one pipeline stage for each part of the text, that is, no virtual stages.
+        """
         flat = text.replace(",", "")
         for pattern in (_REPEATED_GROUP, _REPEATED_LETTER):
-            flat = pattern.sub(lambda match: _repeat(match, text), flat)
+            _check_length(pattern, flat, text)
+            flat = pattern.sub(lambda match: match.group(1) * int(match.group(2)), flat)
         chunks = [_parse_chunk(token, text) for token in flat.split("|")]
-        return cls(chunks=tuple(chunks), num_stages=num_stages)
+        return cls(chunks=tuple(chunks), num_stages=len(chunks) if num_stages is None else num_stages)
 
     @classmethod
     def contiguous(cls, counts: Sequence[int], *, num_stages: int | None = None) -> "Layout":
@@ -150,22 +156,29 @@ def uniform_layout(num_layers: int, num_stages: int, *, first: int | None = None
 
     Raises LayoutError when the layers do not divide (Megatron has been seen to drop the remainder silently).
     """
+    given = ", ".join(f"{name} {count}" for name, count in (("first", first), ("last", last)) if count is not None)
+    if num_stages == 1 and {first, last} - {None} not in (set(), {num_layers}):
+        raise LayoutError(f"1 stage must hold all {num_layers} layers, got {given}")
     fixed = {index: count for index, count in ((0, first), (num_stages - 1, last)) if count is not None}
-    if num_stages == 1 and fixed and set(fixed.values()) != {num_layers}:
-        raise LayoutError(f"1 stage must hold all {num_layers} layers, the first/last count says {list(fixed.values())}")
     rest, middle = num_layers - sum(fixed.values()), num_stages - len(fixed)
     if rest < 0 or (middle == 0 and rest) or (middle and rest % middle):
         raise LayoutError(
-            f"{num_layers} layers on {num_stages} stages (first {first}, last {last}): "
+            f"{num_layers} layers on {num_stages} stages{f' ({given})' * bool(given)}: "
             f"{rest - (rest // middle) * middle if middle and rest > 0 else rest} unassigned"
         )
     return Layout.contiguous([fixed.get(index, rest // middle if middle else 0) for index in range(num_stages)])
 
 
-def _repeat(match: re.Match[str], text: str) -> str:
-    if int(match.group(2)) > _MAX_REPEAT:
-        raise LayoutError(f"layout {text!r}: expected at most {_MAX_REPEAT} repeats, got {match.group()!r}")
-    return match.group(1) * int(match.group(2))
+def _check_length(pattern: re.Pattern[str], flat: str, text: str) -> None:
+    """Refuse repeats before they are written out; raises LayoutError."""
+    num_letters = 0
+    for match in pattern.finditer(flat):
+        # Python refuses to read a number of thousands of digits.
+        if len(match.group(2)) > 9 or int(match.group(2)) > _MAX_REPEAT:
+            raise LayoutError(f"layout {text[:60]!r}: expected at most {_MAX_REPEAT} repeats, got {match.group()[:60]!r}")
+        num_letters += len(match.group(1)) * int(match.group(2))
+    if num_letters > _MAX_LETTERS:
+        raise LayoutError(f"layout {text[:60]!r}: expected at most {_MAX_LETTERS} letters, got {num_letters}")
 
 
 def _run(letter: str, count: int) -> str:

@@ -13,6 +13,9 @@ from megatron_dyn.records.layout import Layout
 SCHEMA_VERSION = 1
 """Version of the JSONL lines written by the report stage; raised when a field changes meaning."""
 
+NOTABLE_SPEED = 0.15
+"""Ranks whose speeds differ by less than this fraction count as equal: timings of one layer scatter by a few percent."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
@@ -22,6 +25,10 @@ class Cost:
     """Forward time of one micro-batch."""
     backward_seconds: float = 0.0
     """Backward time of one micro-batch, recomputation included."""
+    backward_weight_seconds: float = 0.0
+    """The part of `backward_seconds` that computes weight gradients; 0 where the two parts are not told apart."""
+    optimizer_seconds: float = 0.0
+    """Optimizer time of one step (not of a micro-batch); 0 where it is not known by piece."""
     state_bytes: int = 0
     """Parameters, gradients, main parameters and optimizer moments."""
     activation_bytes: int = 0
@@ -60,6 +67,8 @@ class Sample:
     """Per step."""
     step_seconds: float
     """Per step, from the start of the schedule to the end of the optimizer; steps that were not sampled."""
+    readings: tuple[tuple[float, ...], ...] = ()
+    """By sampled step, oldest first: seconds of each of `layers` in that step alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +104,8 @@ class Snapshot:
     """By pp_rank."""
     step_seconds: float
     num_microbatches: int
+    readings: tuple[tuple[float, ...], ...] = ()
+    """By sampled step, oldest first: seconds of each layer, by global id, in that step alone; empty when not kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +200,11 @@ class RoundReport:
     layout_after: str
     moves: tuple[Move, ...] = ()
     snapshot: Snapshot | None = None
+    speeds: tuple[float | None, ...] | None = None
+    """By pp_rank, relative to the median: how fast ranks were found to be; None for a rank that cannot be told yet, or when
+    no rank can."""
+    shrink_advice: str | None = None
+    """How many stages would do under --dyn-shrink-policy; None without a policy, or when all are needed."""
     predicted_before_seconds: float | None = None
     predicted_after_seconds: float | None = None
     predicted_cost_seconds: float | None = None

@@ -29,6 +29,8 @@ def flatten(report: RoundReport) -> dict[str, Any]:
         "moving_seconds": report.moving_seconds,
         "moved_bytes_per_second": _rate(report.moved_bytes, report.moving_seconds),
         "peak_extra_bytes": report.peak_extra_bytes,
+        "speeds": None if report.speeds is None else list(report.speeds),
+        "shrink_advice": report.shrink_advice,
     }
     if report.snapshot is not None:
         line |= _flatten_snapshot(report.snapshot)

@@ -4,7 +4,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron_dyn.records import Cost, Layout, Outcome, RoundReport, Snapshot
+from megatron_dyn.records import NOTABLE_SPEED, Cost, Layout, Outcome, RoundReport, Snapshot
 from megatron_dyn.report.flatten import bubble_shares
 
 _MAX_LAYER_ROWS = 64
@@ -24,7 +24,7 @@ class TableSink:
             self._console.print(_verdict(report), soft_wrap=True)
         elif report.outcome is Outcome.NO_CHANGE:
             words = f"[megatron_dyn] round {report.round} after step {report.iteration}: no change: {report.reason}"
-            self._console.print(Text(words), soft_wrap=True)
+            self._console.print(Text("\n".join([words, *_notes(report)])), soft_wrap=True)
         else:
             self._console.print(render_round(report), soft_wrap=True)
 
@@ -40,7 +40,18 @@ def render_round(report: RoundReport) -> Group:
         parts += [_layer_table(report.snapshot), _stage_table(report, report.snapshot)]
     parts.append(Text(f"layout {report.layout_before}  ->  {report.layout_after}  ({len(report.moves)} layers moved)"))
     parts.append(_figures(report))
+    parts += [Text(note) for note in _notes(report)]
     return Group(*parts)
+
+
+def _notes(report: RoundReport) -> list[str]:
+    """What the user should know beside the round: ranks that are slow, and stages that are not needed."""
+    notes = [
+        f"pp_rank {pp_rank} is slow: {speed:.2f} times the median speed for the same layer; look at the machine"
+        for pp_rank, speed in enumerate(report.speeds or ())
+        if speed is not None and speed < 1.0 / (1.0 + NOTABLE_SPEED)
+    ]
+    return notes if report.shrink_advice is None else [*notes, report.shrink_advice]
 
 
 def _layer_table(snapshot: Snapshot) -> Table:

@@ -245,9 +245,11 @@ def test_uniform_layouts(
     ("num_layers", "num_stages", "first", "last", "message"),
     [
         (48, 2, 11, 13, "24 unassigned"),
-        (20, 1, None, 1, r"must hold all 20 layers, the first/last count says \[1\]"),
-        (30, 4, None, None, "2 unassigned"),
-        (10, 4, 1, 2, "1 unassigned"),
+        (20, 1, None, 1, "must hold all 20 layers, got last 1$"),
+        (20, 1, 1, 20, "must hold all 20 layers, got first 1, last 20$"),
+        (30, 4, None, None, "^30 layers on 4 stages: 2 unassigned$"),
+        (30, 4, None, 1, r"^30 layers on 4 stages \(last 1\): 2 unassigned$"),
+        (10, 4, 1, 2, r"^10 layers on 4 stages \(first 1, last 2\): 1 unassigned$"),
         (4, 3, 3, 2, "-1 unassigned"),
     ],
 )
@@ -270,3 +272,17 @@ def test_a_layout_needs_a_stage() -> None:
     """The first thing that is checked."""
     with pytest.raises(LayoutError, match="at least 1, got 0"):
         Layout(chunks=(Chunk(embedding=True, loss=True),), num_stages=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"Et*{'9' * 5000}L", "expected at most 100000 repeats, got 't.9999"),
+        ("E(t*100000|)*100000L", "expected at most 1000000 letters"),
+        ("Et*\u0661L", "unknown letter"),
+    ],
+)
+def test_repeats_that_would_fill_the_memory_are_refused(text: str, message: str) -> None:
+    """Before they are written out."""
+    with pytest.raises(LayoutError, match=message):
+        Layout.parse(text)

@@ -30,6 +30,8 @@ ROUND_KEYS = {
     "moving_seconds",
     "moved_bytes_per_second",
     "peak_extra_bytes",
+    "speeds",
+    "shrink_advice",
 }
 SNAPSHOT_KEYS = {"step_seconds", "num_microbatches", "other_seconds", "layers", "embedding", "head", "stages"}
 COST_KEYS = {"forward_seconds", "backward_seconds", "state_bytes", "activation_bytes", "moved_bytes"}

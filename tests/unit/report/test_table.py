@@ -50,6 +50,15 @@ def test_a_commit_shows_the_layouts_and_what_the_round_took():
     assert "saves 60 s in 100 steps" in text
 
 
+@pytest.mark.parametrize("report", [committed_round(), no_change_round()], ids=["commit", "no change"])
+def test_slow_ranks_and_stages_that_are_not_needed_are_told(report):
+    text = shown(replace(report, speeds=(1.0, 0.5, None, 0.9), shrink_advice="3 of 4 stages would do"))
+    assert "pp_rank 1 is slow: 0.50 times the median speed" in text
+    assert text.count("is slow") == 1
+    assert "3 of 4 stages would do" in text
+    assert "slow" not in shown(report)
+
+
 def test_the_measured_step_time_is_told_when_it_is_known_and_costs_are_not_repeated():
     text = " ".join(shown(committed_round(measured_after_seconds=1.6)).split())
     assert "round 3: step time under Et|t*2L measured 1.600 s (predicted 1.400 s), before 2.000 s" in text
