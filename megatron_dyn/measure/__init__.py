@@ -1,11 +1,13 @@
 """Measure: hooks in, one Sample out per rank, one Snapshot for all. No torch, no Megatron."""
 
 from megatron_dyn.measure.assemble import AssembleError, Footprint, Position, assemble, make_sample
+from megatron_dyn.measure.cadence import Cadence
 from megatron_dyn.measure.recorder import IDLE, Kind, Recorder, Slot, StepReading
-from megatron_dyn.measure.window import StepTimes, Window
+from megatron_dyn.measure.window import StepTimes, Window, is_sampled
 
 __all__ = [
     "AssembleError",
+    "Cadence",
     "Footprint",
     "IDLE",
     "Kind",
@@ -16,5 +18,6 @@ __all__ = [
     "StepTimes",
     "Window",
     "assemble",
+    "is_sampled",
     "make_sample",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_dyn.measure.recorder import Kind, Slot
+from megatron_dyn.measure.window import Window
 from megatron_dyn.ports import JobError
 from megatron_dyn.records import Cost, Layout, Sample, Snapshot, StageReading
 
@@ -35,36 +36,34 @@ class Footprint:
     head: Cost
 
 
-def make_sample(
-    position: Position,
-    medians: Mapping[Slot, float],
-    footprint: Footprint,
-    *,
-    iteration: int,
-    num_steps: int,
-    num_microbatches: int,
-    step_seconds: float,
-) -> Sample:
-    """One rank's Sample from the medians per step of its window."""
+def make_sample(position: Position, window: Window, footprint: Footprint, *, iteration: int, step_seconds: float) -> Sample:
+    """One rank's Sample from its window (of at least one reading): medians per step, and each step's layers."""
+    medians, num_microbatches = window.medians(), window.num_microbatches
+
+    def seconds_of(seconds: Mapping[Slot, float], kind: Kind, layer: int = -1) -> tuple[float, float]:
+        forward, backward = (seconds.get(Slot(kind, layer, side), 0.0) / num_microbatches for side in (False, True))
+        return forward, backward
 
     def timed(cost: Cost, kind: Kind, layer: int = -1) -> Cost:
-        forward, backward = (medians.get(Slot(kind, layer, side), 0.0) / num_microbatches for side in (False, True))
+        forward, backward = seconds_of(medians, kind, layer)
         return replace(cost, forward_seconds=forward, backward_seconds=backward)
 
-    other = sum(medians.get(Slot(Kind.OTHER, backward=side), 0.0) for side in (False, True))
     return Sample(
         global_rank=position.global_rank,
         pp_rank=position.pp_rank,
         iteration=iteration,
-        num_steps=num_steps,
+        num_steps=len(window),
         num_microbatches=num_microbatches,
         layers=tuple((layer, timed(footprint.layers[layer], Kind.LAYER, layer)) for layer in position.layers),
         embedding=timed(footprint.embedding, Kind.EMBEDDING) if position.has_embedding else None,
         head=timed(footprint.head, Kind.HEAD) if position.has_head else None,
-        other_seconds=other / num_microbatches,
+        other_seconds=sum(seconds_of(medians, Kind.OTHER)),
         wait_seconds=medians.get(Slot(Kind.WAIT), 0.0),
         optimizer_seconds=medians.get(Slot(Kind.OPTIMIZER), 0.0),
         step_seconds=step_seconds,
+        readings=tuple(
+            tuple(sum(seconds_of(reading.seconds, Kind.LAYER, layer)) for layer in position.layers) for reading in window
+        ),
     )
 
 
@@ -106,7 +105,21 @@ def assemble(samples: Sequence[Sample], layout: Layout) -> Snapshot:
         ),
         step_seconds=max(sample.step_seconds for sample in samples),
         num_microbatches=samples[0].num_microbatches,
+        readings=_readings(samples, layout.num_layers),
     )
+
+
+def _readings(samples: Sequence[Sample], num_layers: int) -> tuple[tuple[float, ...], ...]:
+    """[sampled steps][layers]: the slowest replica of each layer in each step, as far back as all ranks have readings."""
+    num_steps = min(len(sample.readings) for sample in samples)
+    steps = []
+    for back in range(num_steps, 0, -1):
+        seconds = [0.0] * num_layers
+        for sample in samples:
+            for (layer, _), value in zip(sample.layers, sample.readings[-back], strict=True):
+                seconds[layer] = max(seconds[layer], value)
+        steps.append(tuple(seconds))
+    return tuple(steps)
 
 
 def _largest(costs: Sequence[Cost]) -> Cost:

@@ -1,10 +1,29 @@
 """Ring buffers of readings: warm-up discarded, median over what is left. Knows nothing of ranks or layouts."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from random import Random
 from statistics import median
 
 from megatron_dyn.measure.recorder import Slot, StepReading
+
+
+def is_sampled(step: int, interval: int) -> bool:
+    """Whether `step` (1-based) is the one of its `interval` steps that is sampled; the same on every rank.
+
+    Which one changes from interval to interval, at random. Were it always the last, costs that come around with a period
+    that divides the interval (a hot spot that wanders over the layers) would look as if they stood still.
+    """
+    index, offset = divmod(step - 1, interval)
+    block, turn = divmod(index, interval)
+    return offset == _offsets(block, interval)[turn]
+
+
+@lru_cache(maxsize=4)
+def _offsets(block: int, interval: int) -> tuple[int, ...]:
+    """Offsets for `interval` intervals in a row: each once, so that few samples already lie in different phases."""
+    return tuple(Random(block).sample(range(interval), interval))
 
 
 class Window:
@@ -41,6 +60,10 @@ class Window:
     def num_microbatches(self) -> int:
         """Micro-batches of the newest step."""
         return self._readings[-1].num_microbatches if self._readings else 0
+
+    def __iter__(self) -> Iterator[StepReading]:
+        """The readings, oldest first."""
+        return iter(self._readings)
 
     def medians(self) -> Mapping[Slot, float]:
         """Median seconds per step of every slot; a slot that a step lacks counts as zero there."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dyn import ports
-from megatron_dyn.measure import AssembleError, Footprint, Kind, Position, Slot, assemble, make_sample
+from megatron_dyn.measure import AssembleError, Footprint, Kind, Position, Slot, StepReading, Window, assemble, make_sample
 from megatron_dyn.records import Cost, Layout, Sample
 
 LAYOUT = Layout.contiguous([2, 1])
@@ -63,13 +63,15 @@ class TestMakeSample:
     def sample(self, **changes):
         position = Position(global_rank=3, pp_rank=1, layers=(5, 6), has_embedding=True, has_head=True)
         sizes = Cost(state_bytes=10, activation_bytes=20, moved_bytes=30)
+        window = Window(3)
+        for factor in (2.0, 1.0, 0.5):
+            seconds = {slot: factor * value for slot, value in self.MEDIANS.items()}
+            window.add(StepReading(iteration=12, num_microbatches=4, seconds=seconds))
         return make_sample(
             replace(position, **changes),
-            self.MEDIANS,
+            window,
             Footprint(layers={5: sizes, 6: sizes}, embedding=sizes, head=sizes),
             iteration=12,
-            num_steps=3,
-            num_microbatches=4,
             step_seconds=50.0,
         )
 
@@ -85,6 +87,9 @@ class TestMakeSample:
         assert made.other_seconds == 1.0
         assert (made.wait_seconds, made.optimizer_seconds, made.step_seconds) == (7.0, 9.0, 50.0)
         assert (made.global_rank, made.pp_rank, made.iteration, made.num_steps) == (3, 1, 12, 3)
+
+    def test_every_sampled_step_is_kept_for_itself(self):
+        assert self.sample().readings == ((12.0, 0.0), (6.0, 0.0), (3.0, 0.0))
 
     def test_ends_are_absent_where_they_are_not_held(self):
         made = self.sample(has_embedding=False, has_head=False)
@@ -104,6 +109,13 @@ class TestAssemble:
         assert snapshot.head == cost(4.0, 20.0)
         assert (snapshot.step_seconds, snapshot.other_seconds) == (100.0, 0.5)
         assert (snapshot.iteration, snapshot.num_microbatches, snapshot.layout) == (40, 4, LAYOUT)
+
+    def test_readings_are_joined_from_the_newest_step_back(self):
+        samples = two_replicas()
+        read = [((1.0, 9.0), (2.0, 3.0)), ((4.0, 2.0), (1.0, 1.0)), ((5.0,), (7.0,), (8.0,)), ((6.0,), (6.0,))]
+        snapshot = assemble([replace(one, readings=steps) for one, steps in zip(samples, read, strict=True)], LAYOUT)
+        assert snapshot.readings == ((4.0, 9.0, 7.0), (2.0, 3.0, 8.0))
+        assert assemble(samples, LAYOUT).readings == ()
 
     def test_a_stage_is_its_slowest_replica(self):
         first, last = assemble(two_replicas(), LAYOUT).stages

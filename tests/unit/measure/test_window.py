@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_dyn.measure import IDLE, Kind, Slot, StepReading, StepTimes, Window
+from megatron_dyn.config import MeasureConfig
+from megatron_dyn.measure import IDLE, Kind, Slot, StepReading, StepTimes, Window, is_sampled
 
 LAYER = Slot(Kind.LAYER, 0)
 
@@ -130,3 +131,19 @@ def test_no_warmup_is_warm_at_once(sampled):
     assert times.warm
     times.add(4.0, sampled=sampled)
     assert times.median_seconds == 4.0
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5, 7, 10, 100])
+def test_one_step_of_every_interval_is_sampled(interval):
+    sampled = [step for step in range(1, 50 * interval + 1) if is_sampled(step, interval)]
+    assert [(step - 1) // interval for step in sampled] == list(range(50))
+    assert len({(step - 1) % interval for step in sampled}) == min(50, interval)
+
+
+@pytest.mark.parametrize("num_places", [2, 3, 4, 8])
+@pytest.mark.parametrize("steps_at_a_place", [1, 2, 3, 5])
+def test_a_window_of_samples_rarely_finds_what_wanders_in_one_place(num_places, steps_at_a_place):
+    interval, size = MeasureConfig().interval_steps, MeasureConfig().window_samples
+    places = [(step // steps_at_a_place) % num_places for step in range(1, 20_001) if is_sampled(step, interval)]
+    windows = [places[start : start + size] for start in range(0, len(places) - size, size)]
+    assert sum(len(set(window)) == 1 for window in windows) <= 2 * len(windows) / num_places ** (size - 1) + 2
