@@ -1,11 +1,21 @@
 """The simulator against closed forms, against an event loop that knows only the rules, and against common sense."""
 
+import random
+import statistics
+
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_dyn.plan import Timeline, bubble_fraction, simulate, stage_costs
-from megatron_dyn.records import Cost, Layout, Snapshot
+from megatron_dyn.plan import (
+    ChunkTimes,
+    Timeline,
+    bubble_fraction,
+    simulate,
+    simulate_pipeline,
+    step_seconds_of,
+)
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """Examples take as long as they take: a busy machine is no reason to fail."""
@@ -134,19 +144,53 @@ def test_malformed_tables_are_refused(arguments: tuple[object, ...], message: st
         simulate(*arguments)  # type: ignore[arg-type]
 
 
-def test_stage_costs_place_the_ends_where_the_layout_has_them() -> None:
-    """Loss alone behind an MTP stage; what belongs to no layer goes to every stage, half to each direction."""
-    snapshot = Snapshot(
-        iteration=1,
-        layout=Layout.parse("Ett|tm|L", 3),
-        layers=tuple(Cost(forward_seconds=seconds, backward_seconds=2 * seconds) for seconds in (1.0, 2.0, 4.0)),
-        embedding=Cost(forward_seconds=10.0, backward_seconds=20.0),
-        head=Cost(forward_seconds=100.0, backward_seconds=200.0),
-        other_seconds=0.5,
-        stages=(),
-        step_seconds=1.0,
-        num_microbatches=4,
-    )
-    assert stage_costs(snapshot, snapshot.layout) == ((13.25, 4.25, 100.25), (26.25, 8.25, 200.25))
-    assert stage_costs(snapshot, Layout.parse("Et|ttm|L", 3)) == ((11.25, 6.25, 100.25), (22.25, 12.25, 200.25))
-    assert stage_costs(snapshot, Layout.parse("E|tttm|L", 3)) == ((10.25, 7.25, 100.25), (20.25, 14.25, 200.25))
+@PATIENT
+@given(pipelines(), st.integers(0, 30))
+def test_many_candidates_at_once(pipeline: tuple[list[float], list[float], int, list[float]], num_candidates: int) -> None:
+    """Bit for bit what `simulate` gives each, with few numbers (plain loops) and with many (arrays)."""
+    forward, backward, num_microbatches, p2p = pipeline
+    scales = 1.0 + np.arange(num_candidates)[:, None] / 7
+    found = step_seconds_of(scales * forward, backward / scales, num_microbatches, p2p)
+    rows = zip(scales * forward, backward / scales, strict=True)
+    assert found.tolist() == [simulate(list(f), list(b), num_microbatches, p2p).step_seconds for f, b in rows]
+
+
+@pytest.mark.parametrize(("share", "median", "largest"), [(0.01, 0.003, 0.007), (0.05, 0.011, 0.032), (0.1, 0.022, 0.06)])
+def test_the_quick_form_is_as_far_off_as_documented(share: float, median: float, largest: float) -> None:
+    """What senders that do not wait leave out, by how long a transfer takes beside a forward."""
+    draw = random.Random(1)
+    missing = []
+    for _ in range(50):
+        num_stages = draw.choice((2, 4, 8, 16))
+        num_microbatches = num_stages * draw.choice((1, 2, 4))
+        forward = tuple(draw.uniform(0.5, 1.5) for _ in range(num_stages))
+        backward = tuple(2 * seconds * draw.uniform(0.8, 1.2) for seconds in forward)
+        times = ChunkTimes(
+            num_stages=num_stages,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            p2p_seconds=(share,) * (num_stages - 1),
+            optimizer_seconds=(0.0,) * num_stages,
+        )
+        quick = simulate(forward, backward, num_microbatches, share).step_seconds
+        missing.append(1 - quick / simulate_pipeline(times, num_microbatches).step_seconds)
+    assert min(missing) >= 0.0
+    assert statistics.median(missing) <= median
+    assert max(missing) <= largest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.0], [1.0], 1), r"expected two arrays \[batch, stages\], got \(1,\) and \(1,\)"),
+        (([[1.0]], [[1.0, 2.0]], 1), r"got \(1, 1\) and \(1, 2\)"),
+        (([[1.0, 1.0]], [[1.0, 1.0]], 1, [1.0, 1.0]), "2 p2p"),
+        (([[1.0]], [[1.0]], 0), "at least 1 micro-batch, got 0"),
+        (([[1.0], [-1.0]], [[1.0], [1.0]], 1), r"forward_seconds\[1, 0\].*got -1.0"),
+        (([[1.0]], [[float("nan")]], 1), r"backward_seconds\[0, 0\].*got nan"),
+    ],
+)
+def test_malformed_batches_are_refused(arguments: tuple[object, ...], message: str) -> None:
+    """The message names the array, the candidate and the stage."""
+    with pytest.raises(ValueError, match=message):
+        step_seconds_of(*map(np.array, arguments[:2]), *arguments[2:])  # type: ignore[arg-type]
