@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations_with_replacement, pairwise
 from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dyn.plan import InfeasibleSplit, MemoryBudget, SplitProblem, best_split
-from megatron_dyn.plan.sweep import Sweep
+from megatron_dyn.plan.exact.sweep import ByteTable, Sweep
+from megatron_dyn.plan.exact.tables import Rate
 from megatron_dyn.records import Layout
-
-PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""Examples take as long as they take: a busy machine is no reason to fail."""
+from tests.unit.plan.brute_force import PATIENT
 
 
 def cheapest(num_layers: int, costs: Sequence[Callable[[int, int], int | None]], join: Callable[[int, int], int]) -> int:
@@ -102,10 +101,66 @@ def test_larger_problems_agree_with_a_plain_dynamic_program(
     assert (split.bottleneck_seconds, split.moved_bytes) == expected
 
 
-def test_the_search_bound_never_skips_a_candidate() -> None:
-    """`next_time` is the next larger time of any run of layers on any stage, by brute force."""
-    layers, offsets = [3, 0, 5, 2, 2], (4, 0, 1)
-    sweep = Sweep(prefix=np.array([0, *accumulate(layers)]), offsets=offsets, min_layers=0, memory_ends=None)
-    runs = {sum(layers[a:b]) + offset for offset in offsets for a in range(6) for b in range(a, 6)}
-    for bound in range(5, 16):
-        assert sweep.next_time(bound) == min(time for time in runs if time > bound)
+def sweeps(random: Random) -> Sweep:
+    """Six items on three stages of different speed, with ends and a table of bytes."""
+    loads = [random.randint(0, 9) for _ in range(6)]
+    sizes = [[random.randint(0, 9) for _ in range(6)] for _ in range(3)]
+    return Sweep(
+        prefix=[0, *accumulate(loads)],
+        fixed=tuple(random.randint(0, 9) for _ in range(3)),
+        rates=tuple(Rate(random.choice([1, 2]), random.choice([1, 3])) for _ in range(3)),
+        least=tuple(random.randint(0, 1) for _ in range(3)),
+        memory=ByteTable(
+            needed=np.array([[0, *accumulate(row)] for row in sizes]), fixed=(2, 0, 3), cap_bytes=random.randint(3, 40)
+        ),
+    )
+
+
+def within(sweep: Sweep, bound: int, cap_bytes: int) -> list[tuple[int, ...]]:
+    """Every split within both, by trying all."""
+    found = []
+    for first, second in combinations_with_replacement(range(7), 2):
+        ends = (0, first, second, 6)
+        runs = list(enumerate(pairwise(ends)))
+        times = [sweep.rates[s].time(sweep.fixed[s] + sweep.prefix[b] - sweep.prefix[a]) for s, (a, b) in runs]
+        assert sweep.memory is not None
+        sizes = [sweep.memory.fixed[s] + sweep.memory.needed[s, b] - sweep.memory.needed[s, a] for s, (a, b) in runs]
+        if max(times) <= bound and max(sizes) <= cap_bytes and all(b - a >= sweep.least[s] for s, (a, b) in runs):
+            found.append(tuple(b - a for _, (a, b) in runs))
+    return found
+
+
+@settings(PATIENT, max_examples=80)
+@given(st.randoms(use_true_random=False), st.integers(0, 60), st.integers(0, 30))
+def test_bounds_are_met_where_they_can_be(random: Random, bound: int, floor: int) -> None:
+    """`split_within`, `fastest` and `leanest` against all 28 splits."""
+    sweep = sweeps(random)
+    assert sweep.memory is not None
+    cap_bytes = sweep.memory.cap_bytes
+    found, allowed = sweep.split_within(bound), within(sweep, bound, cap_bytes)
+    assert (found in allowed) if allowed else (found is None)
+    best = sweep.fastest(floor, 1000)
+    if best is None:
+        assert within(sweep, 1000, cap_bytes) == []
+        return
+    assert best[1] in within(sweep, best[0], cap_bytes)
+    assert best[0] == floor or within(sweep, best[0] - 1, cap_bytes) == []
+    leanest = sweep.leanest(best[0])
+    assert within(sweep, best[0], leanest) and not within(sweep, best[0], leanest - 1)
+
+
+def test_neighbouring_bounds_are_told_apart() -> None:
+    """Unit items on two stages: every whole time and size is a candidate, so a search that skips one is off by one."""
+    for num_items in range(1, 40):
+        needed = np.array([np.arange(num_items + 1)] * 2)
+        sweep = Sweep(
+            prefix=range(num_items + 1),
+            fixed=(0, 0),
+            rates=(Rate(1, 1), Rate(3, 1)),
+            least=(0, 0),
+            memory=ByteTable(needed=needed, fixed=(0, 0), cap_bytes=num_items),
+        )
+        times = [max(first, 3 * (num_items - first)) for first in range(num_items + 1)]
+        found = sweep.fastest(1, 3 * num_items)
+        assert found is not None and found[0] == min(times)
+        assert sweep.leanest(3 * num_items) == -(-num_items // 2)
