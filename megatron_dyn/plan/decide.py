@@ -5,46 +5,17 @@ the same answer. It must not know ranks, clocks or tensors, and keeps nothing: w
 MoveHistory.
 """
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megatron_dyn.config import DecideConfig
-from megatron_dyn.plan.memory import memory_budget
+from megatron_dyn.plan.algorithms import ALGORITHMS
+from megatron_dyn.plan.history import MoveHistory
+from megatron_dyn.plan.job import Job, exact_splits
 from megatron_dyn.plan.moves import moves_between
-from megatron_dyn.plan.partition import InfeasibleSplit, Split, SplitProblem, best_split
-from megatron_dyn.plan.predict import simulate, stage_costs
-from megatron_dyn.records import Layout, NoChange, Plan, Snapshot
-
-ASSUMED_FIXED_SECONDS = 1.0
-"""What a move is taken to cost whatever its size, before any was measured."""
-ASSUMED_BYTES_PER_SECOND = 1e9
-"""How fast a move is taken to be, before any was measured."""
-_RECENT_MOVES = 3
-"""Measured moves that an estimate looks at: enough to be cautious, few enough to forget a slow first one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveHistory:
-    """What past moves cost, to estimate the next. Equal on all ranks if all observe the same numbers."""
-
-    observations: tuple[tuple[int, float], ...] = ()
-    """(bytes moved, seconds it took) of each move, oldest first."""
-
-    def observe(self, *, moved_bytes: int, seconds: float) -> "MoveHistory":
-        """This history with one more move; raises ValueError for negative numbers."""
-        if moved_bytes < 0 or not (math.isfinite(seconds) and seconds >= 0.0):
-            raise ValueError(f"MoveHistory: expected bytes and seconds of at least 0, got {moved_bytes} bytes and {seconds} s")
-        return MoveHistory(observations=(*self.observations, (moved_bytes, seconds)))
-
-    def estimate(self, moved_bytes: int) -> float:
-        """Seconds that moving `moved_bytes` is expected to take.
-
-        Before any move: ASSUMED_FIXED_SECONDS plus the bytes at ASSUMED_BYTES_PER_SECOND. Afterwards that, times the
-        largest ratio of measured to assumed among the last three moves: cautious, and larger for more bytes.
-        """
-        recent = self.observations[-_RECENT_MOVES:]
-        ratio = max((seconds / _assumed_seconds(size) for size, seconds in recent), default=1.0)
-        return ratio * _assumed_seconds(moved_bytes)
+from megatron_dyn.plan.problem import InfeasibleSplit, Split
+from megatron_dyn.plan.workload import workload_of
+from megatron_dyn.records import Cost, Layout, NoChange, Plan, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,29 +39,40 @@ def decide(
     remaining_steps: int,
     steps_since_move: int | None,
     scheduled: bool,
+    speeds: Sequence[float] | None = None,
 ) -> Plan | NoChange:
-    """The split to move to, or why none: cool-down, end of the run, no split, no better split, gain too small.
+    """The split to move to, or why none: cool-down, end of the run, no split, no better split, gain too small or fleeting.
 
     `steps_since_move` is None before the first move; `scheduled` says that the user named this step, which overrides
-    the cool-down and nothing else. The step time before is the measured one (the simulated one if none was measured);
-    the time after is less by the difference of the two simulations. A Plan always predicts a shorter step.
+    the cool-down, and that the gain shows in every sample, and nothing else. `speeds`, by pp_rank, are those of ranks
+    that were found to be slow or fast. The step time before is the measured one (the simulated one if none was
+    measured); the time after is less by the difference of the two simulations. A Plan always predicts a shorter step.
     Raises ValueError for a layout that is not supported or does not match the snapshot's layers.
     """
-    _check_layout(snapshot)
     layout = snapshot.layout
+    job = job_of(snapshot, config, speeds=speeds)
     if remaining_steps < 1:
         return NoChange(layout=layout, reason=f"the run is about to end: {remaining_steps} steps remain")
     if not scheduled and steps_since_move is not None and steps_since_move < config.cooldown_steps:
         reason = f"cool-down: {steps_since_move} steps since the last move, {config.cooldown_steps} required"
         return NoChange(layout=layout, reason=reason)
     try:
-        split = _best_split(snapshot, config)
-    except InfeasibleSplit as error:
+        splits = _splits(job, config.algorithm)
+        layouts = [job.layout_of(split.counts) for split in splits]
+    except ValueError as error:
+        # InfeasibleSplit, or a schedule that the simulator does not know: no reason for a run that trains to end.
         return NoChange(layout=layout, reason=f"no split is possible{_under_cap(config)}: {error}")
-    after = layout.with_counts([*split.counts, *layout.counts[len(split.counts) :]])
-    forecast = _forecast(snapshot, after, history)
-    horizon = min(config.horizon_steps or remaining_steps, remaining_steps)
-    objection = _objection(layout, after, forecast, config=config, horizon=horizon)
+    horizon = _horizon(snapshot.iteration, remaining_steps, config)
+    # Where the shortest step is the present one, the split with the fastest slowest stage is no better.
+    moving = [after for after in layouts if after != layout] if layouts[-1] != layout else []
+    forecasts = [_forecast(snapshot, job, after, history) for after in moving or [layout]]
+    # The second may save a little more and move far more for it. Equal ones: the first, which moves the least.
+    after, forecast = max(
+        zip(moving or [layout], forecasts, strict=True), key=lambda pair: pair[1].gain * horizon - pair[1].cost
+    )
+    objection = _objection(layout, after, forecast, config=config, horizon=horizon, proved=splits[-1].step_proved)
+    if objection is None and not scheduled:
+        objection = _fleeting(snapshot, job, after)
     if objection is not None:
         return NoChange(
             layout=layout,
@@ -111,54 +93,41 @@ def decide(
     )
 
 
-def _assumed_seconds(moved_bytes: int) -> float:
-    return ASSUMED_FIXED_SECONDS + moved_bytes / ASSUMED_BYTES_PER_SECOND
-
-
-def _check_layout(snapshot: Snapshot) -> None:
-    layout = snapshot.layout
-    if layout.num_virtual != 1:
-        raise ValueError(
-            f"layout {layout.text!r}: expected one model chunk per stage, got {layout.num_virtual} (virtual stages "
-            "cannot be rebalanced)"
+def _splits(job: Job, algorithm: str) -> Sequence[Split]:
+    """The candidates of an algorithm; raises InfeasibleSplit when there is none that the job may go to."""
+    if algorithm == "exact":
+        return exact_splits(job)
+    split = ALGORITHMS[algorithm].solve(job.problem)
+    # The baselines look at neither, as their originals do.
+    if job.min_layers and 0 in split.counts:
+        raise InfeasibleSplit(f"{algorithm}: {list(split.counts)} leaves chunk {split.counts.index(0)} without a layer")
+    if job.cap_bytes is not None and (needed := max(job.peak_bytes(split.counts))) > job.cap_bytes:
+        raise InfeasibleSplit(
+            f"{algorithm}: {list(split.counts)}: expected at most {job.cap_bytes} bytes on each stage, got {needed}"
         )
-    if not layout.chunks[0].embedding:
-        raise ValueError(f"layout {layout.text!r}: expected the embedding on stage 0, got {layout.chunks[0].text!r}")
-    layout.check_num_layers(len(snapshot.layers))
+    return [split]
 
 
-def _num_open_stages(layout: Layout) -> int:
-    """Stages that may hold decoder layers: none may follow the loss, and with MTP the last layer stays where it is.
-
-    Megatron builds the final norm beside the last decoder layer when there is MTP, so that layer cannot move without it.
-    """
-    if any(chunk.num_mtp for chunk in layout.chunks):
-        return 1 + layout.last_chunk_with_layers
-    return 1 + next(index for index, chunk in enumerate(layout.chunks) if chunk.loss)
-
-
-def _best_split(snapshot: Snapshot, config: DecideConfig) -> Split:
-    """The best split over the open stages; raises InfeasibleSplit."""
-    layout, num_open = snapshot.layout, _num_open_stages(snapshot.layout)
-    sizes = tuple(cost.moved_bytes for cost in snapshot.layers)
-    cap = config.stage_memory_bytes
-    return best_split(
-        SplitProblem(
-            layer_seconds=tuple(cost.seconds for cost in snapshot.layers),
-            num_stages=num_open,
-            first_seconds=snapshot.embedding.seconds,
-            last_seconds=snapshot.head.seconds if layout.chunks[num_open - 1].loss else 0.0,
-            min_layers=0 if config.allow_empty_stages and not any(chunk.num_mtp for chunk in layout.chunks) else 1,
-            current=layout.counts[:num_open],
-            moved_bytes=sizes if any(sizes) else None,
-            memory=None if cap is None else memory_budget(snapshot, num_stages=num_open, cap_bytes=cap),
-        )
+def job_of(snapshot: Snapshot, config: DecideConfig, *, speeds: Sequence[float] | None = None) -> Job:
+    """What is to be split when `snapshot` was measured; raises ValueError for layouts that do not fit it."""
+    return Job(
+        workload=workload_of(snapshot, speeds=speeds),
+        template=snapshot.layout,
+        min_layers=0 if config.allow_empty_stages else 1,
+        cap_bytes=config.stage_memory_bytes,
+        group_size=config.group_size,
     )
 
 
-def _forecast(snapshot: Snapshot, after: Layout, history: MoveHistory) -> _Forecast:
-    simulated_before = _simulated_step(snapshot, snapshot.layout)
-    gain = simulated_before - _simulated_step(snapshot, after)
+def _horizon(iteration: int, remaining_steps: int, config: DecideConfig) -> int:
+    """Steps in which a move has to pay: to the end of the run, of what the user allows, or to the next known change."""
+    change = min((step for step in config.cost_changes_at if step > iteration), default=iteration + remaining_steps)
+    return min(config.horizon_steps or remaining_steps, remaining_steps, change - iteration)
+
+
+def _forecast(snapshot: Snapshot, job: Job, after: Layout, history: MoveHistory) -> _Forecast:
+    simulated_before, simulated_after = _simulated_steps(job, after)
+    gain = simulated_before - simulated_after
     before = snapshot.step_seconds or simulated_before
     if simulated_before > before:
         # Samples are taken on slower steps than the measured ones. Without this a step could be predicted to end
@@ -168,16 +137,44 @@ def _forecast(snapshot: Snapshot, after: Layout, history: MoveHistory) -> _Forec
     return _Forecast(before=before, after=before - gain, cost=history.estimate(sum(moved)))
 
 
-def _simulated_step(snapshot: Snapshot, layout: Layout) -> float:
-    forward, backward = stage_costs(snapshot, layout)
-    return simulate(forward, backward, snapshot.num_microbatches).step_seconds
+def _simulated_steps(job: Job, after: Layout) -> tuple[float, float]:
+    """Now and under `after`."""
+    before, then = job.step_seconds_of([layout.counts[: job.num_open] for layout in (job.template, after)])
+    return before, then
 
 
-def _objection(layout: Layout, after: Layout, forecast: _Forecast, *, config: DecideConfig, horizon: int) -> str | None:
+def _fleeting(snapshot: Snapshot, job: Job, after: Layout) -> str | None:
+    """Why the gain may be gone by the next step: a sampled step in which there was none. None when all show it.
+
+    The median of a few samples of a hot spot that wanders over the layers is one place where it happened to be. Moving
+    there would come too late, and again and again.
+    """
+    for number, seconds in enumerate(snapshot.readings, start=1):
+        layers = tuple(_scaled(cost, value) for cost, value in zip(snapshot.layers, seconds, strict=True))
+        workload = workload_of(replace(snapshot, layers=layers), speeds=job.workload.speeds)
+        before, then = _simulated_steps(replace(job, workload=workload), after)
+        if not then < before:
+            return (
+                f"the gain is not there in every sample: in sample {number} of {len(snapshot.readings)} the split "
+                f"{list(after.counts)} would change {before:.4g} s to {then:.4g} s a step"
+            )
+    return None
+
+
+def _scaled(cost: Cost, seconds: float) -> Cost:
+    """`cost` as if it had taken `seconds` in all."""
+    factor = seconds / cost.seconds if cost.seconds > 0.0 else 0.0
+    return replace(cost, forward_seconds=cost.forward_seconds * factor, backward_seconds=cost.backward_seconds * factor)
+
+
+def _objection(
+    layout: Layout, after: Layout, forecast: _Forecast, *, config: DecideConfig, horizon: int, proved: bool
+) -> str | None:
     """Why `after` is not worth a move; None when it is."""
     step = f"{forecast.before:.4g} s to {forecast.after:.4g} s a step"
     if after == layout:
-        return f"the current split {list(layout.counts)} is already the best{_under_cap(config)}"
+        best = "already the best" if proved else "the best found"
+        return f"the current split {list(layout.counts)} is {best}{_under_cap(config)}"
     if not forecast.gain > 0.0:
         return f"no better split{_under_cap(config)}: the best found, {list(after.counts)}, would change {step}"
     if forecast.gain < config.min_gain * forecast.before:
