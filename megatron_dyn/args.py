@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ from megatron_dyn.config import (
     ForcedLayout,
     MeasureConfig,
     RebalancePolicy,
+    ShrinkPolicy,
     TransportKind,
 )
+from megatron_dyn.plan import ALGORITHMS
 
 GROUP_TITLE = "dynamic balancing (megatron_dyn)"
 
@@ -102,7 +105,10 @@ def config_from_args(args: argparse.Namespace) -> DynConfig:
             cooldown_steps=args.dyn_cooldown_steps,
             allow_empty_stages=args.dyn_allow_empty_stages,
             stage_memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
+            algorithm=args.dyn_algorithm,
+            cost_changes_at=_steps("--dyn-cost-changes-at", args.dyn_cost_changes_at),
         ),
+        shrink=ShrinkPolicy.parse(args.dyn_shrink_policy),
         layout_from_checkpoint=args.dyn_layout_from_checkpoint,
         exact_grad_norm=args.dyn_exact_grad_norm,
         rng_per_layer=args.dyn_rng_per_layer,
@@ -114,8 +120,16 @@ def config_from_args(args: argparse.Namespace) -> DynConfig:
     )
 
 
+def _steps(flag: str, text: str | None) -> tuple[int, ...]:
+    """Read `N1,N2,...`; raises ConfigError."""
+    if text is None:
+        return ()
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ConfigError(f"{flag}: expected N1,N2,... (steps), got {text!r}")
+    return tuple(int(step) for step in text.split(","))
+
+
 def _add_rebalance_args(group: Any) -> None:
-    decide = DecideConfig()
     group.add_argument(
         "--dyn-rebalance",
         default="off",
@@ -133,6 +147,18 @@ def _add_rebalance_args(group: Any) -> None:
         default=None,
         help="Start at the layout that the checkpoint of --load was written at, if it fits. Default: on unless "
         "--pipeline-model-parallel-layout is given.",
+    )
+    _add_decide_args(group)
+
+
+def _add_decide_args(group: Any) -> None:
+    decide = DecideConfig()
+    group.add_argument(
+        "--dyn-algorithm",
+        choices=tuple(ALGORITHMS),
+        default=decide.algorithm,
+        metavar="A",
+        help="How layers are split: %(choices)s (docs/planner.md). Default: %(default)s.",
     )
     group.add_argument(
         "--dyn-min-gain",
@@ -162,6 +188,20 @@ def _add_rebalance_args(group: Any) -> None:
         type=float,
         metavar="G",
         help="Cap on state plus in-flight activations of any stage, in GiB. Default: none.",
+    )
+    group.add_argument(
+        "--dyn-cost-changes-at",
+        metavar="N1,N2",
+        help="Steps after which layers are known to change their costs (freezing, pruning): a move must have paid for itself "
+        "by the next of them. Default: none known.",
+    )
+    group.add_argument(
+        "--dyn-shrink-policy",
+        default="off",
+        metavar="P",
+        help="Say in the report of a round when fewer stages would do: throughput:TOL (losing at most the fraction TOL of the "
+        "tokens per second), efficiency (most tokens per second and GPU) or memory (as few as fit). Nothing is released. "
+        "Default: off.",
     )
 
 

@@ -83,12 +83,50 @@ class ForcedLayout:
 class MeasureConfig:
     """How often and how long to measure."""
 
-    interval_steps: int = 10
+    interval_steps: int = 4
     """`--dyn-profile-interval`: one step in this many is sampled."""
-    window_samples: int = 3
-    """`--dyn-profile-window`: samples of which the median is taken before a decision."""
+    window_samples: int = 8
+    """`--dyn-profile-window`: samples of which the median is taken before a decision; `auto` moves only if each of them
+    shows the gain. With eight, costs that alternate between two places look settled once in 128 windows."""
     warmup_steps: int = 2
     """`--dyn-profile-warmup`: steps after start or a move that are never sampled."""
+
+
+class ShrinkGoal(StrEnum):
+    """What fewer stages are wanted for."""
+
+    OFF = "off"
+    THROUGHPUT = "throughput"
+    EFFICIENCY = "efficiency"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShrinkPolicy:
+    """`--dyn-shrink-policy`."""
+
+    goal: ShrinkGoal = ShrinkGoal.OFF
+    tolerance: float = 0.0
+    """The TOL of `throughput:TOL`: fraction of the tokens per second that may be lost."""
+
+    def __post_init__(self) -> None:
+        """Refuse fractions out of range; raises ConfigError."""
+        if not 0.0 <= self.tolerance < 1.0:
+            raise ConfigError(f"--dyn-shrink-policy: expected a TOL in [0, 1), got {self.tolerance}")
+
+    @property
+    def text(self) -> str:
+        """As `parse` reads it."""
+        return f"{self.goal.value}:{self.tolerance:g}" if self.goal is ShrinkGoal.THROUGHPUT else self.goal.value
+
+    @classmethod
+    def parse(cls, text: str) -> "ShrinkPolicy":
+        """Read `off`, `throughput:TOL`, `efficiency` or `memory`; raises ConfigError."""
+        if text in (ShrinkGoal.OFF, ShrinkGoal.EFFICIENCY, ShrinkGoal.MEMORY):
+            return cls(goal=ShrinkGoal(text))
+        if match := re.fullmatch(r"throughput:(\d+(?:\.\d*)?|\.\d+)", text):
+            return cls(goal=ShrinkGoal.THROUGHPUT, tolerance=float(match.group(1)))
+        raise ConfigError(f"--dyn-shrink-policy: expected off, throughput:TOL, efficiency or memory, got {text!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +143,13 @@ class DecideConfig:
     """`--dyn-allow-empty-stages`: stages may hold no decoder layer."""
     stage_memory_bytes: int | None = None
     """`--dyn-stage-memory-gib` in bytes: cap on state plus in-flight activations of a stage; None: no cap."""
+    cost_changes_at: tuple[int, ...] = ()
+    """`--dyn-cost-changes-at`: steps after which layers are known to change their costs, ascending; a move must have paid
+    for itself by the next."""
+    algorithm: str = "exact"
+    """`--dyn-algorithm`: a key of plan.ALGORITHMS."""
+    group_size: int | None = None
+    """Megatron's `--microbatch-group-size-per-virtual-pipeline-stage`; None: its default. Set by the host."""
 
 
 class TransportKind(StrEnum):
@@ -142,6 +187,8 @@ class DynConfig:
     """`--dyn-timeout-seconds`: the longest any wait of a round may take."""
     transport: TransportKind = TransportKind.TORCH
     """`--dyn-transport`: what carries layers between ranks."""
+    shrink: ShrinkPolicy = field(default_factory=ShrinkPolicy)
+    """`--dyn-shrink-policy`: when a round's report says that fewer stages would do."""
     bucket_bytes: int = 1 << 28
     """`--dyn-migrate-bucket-bytes`: what a rank may have under way at a time during a move."""
 
@@ -160,6 +207,9 @@ class DynConfig:
                 raise ConfigError(f"{flag}: expected at least {low}, got {value}")
         if not 0.0 <= self.decide.min_gain < 1.0:
             raise ConfigError(f"--dyn-min-gain: expected a fraction in [0, 1), got {self.decide.min_gain}")
+        changes = list(self.decide.cost_changes_at)
+        if changes != sorted(set(changes)) or (changes and changes[0] < 1):
+            raise ConfigError(f"--dyn-cost-changes-at: expected ascending steps of at least 1, got {changes}")
         if not 0.0 < self.timeout_seconds < math.inf:
             raise ConfigError(f"--dyn-timeout-seconds: expected a finite number above 0, got {self.timeout_seconds}")
         if self.record_losses and self.report_dir is None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-from megatron_dyn.config import DynConfig, RebalanceMode
-from megatron_dyn.measure import Footprint, Position, StepReading, StepTimes, Window, assemble, make_sample
+from megatron_dyn.config import DynConfig, RebalanceMode, ShrinkGoal
+from megatron_dyn.measure import Cadence, Footprint, Position, StepReading, StepTimes, Window, assemble, make_sample
 from megatron_dyn.migrate import Seat, Source, execute
-from megatron_dyn.plan import MoveHistory, decide, moves_between
+from megatron_dyn.plan import MoveHistory, SpeedHistory, advise, decide, job_of, moves_between
 from megatron_dyn.ports import Collective, LayerStore, PeakMemory, Sink, Transport
 from megatron_dyn.rebuild import rebuild
 from megatron_dyn.records import Layout, NoChange, Outcome, Plan, Rebuilt, Receipt, RoundReport, Snapshot
@@ -76,6 +76,8 @@ class _Figures:
     """What a round measured and what it took."""
 
     snapshot: Snapshot | None = None
+    speeds: tuple[float | None, ...] | None = None
+    shrink_advice: str | None = None
     deciding_seconds: float = 0.0
     moving_seconds: float = 0.0
     moved_bytes: int = 0
@@ -91,9 +93,10 @@ class Controller:
         """`layout` is what Megatron built; `forced` maps iterations to layouts; `last_step` is the run's last iteration."""
         self._config, self._crew = config, crew
         self._forced, self._last_step, self._tokens_per_step = dict(forced), last_step, tokens_per_step
+        self._cadence = Cadence(policy=config.rebalance, measure=config.measure, cooldown_steps=config.decide.cooldown_steps)
         self._window = Window(config.measure.window_samples)
         self._step_times = StepTimes(warmup_steps=config.measure.warmup_steps)
-        self._history = MoveHistory()
+        self._history, self._speeds = MoveHistory(), SpeedHistory()
         self._sampling = False
         self._measuring_seconds = 0.0
         self._steps_since_move: int | None = None
@@ -134,7 +137,7 @@ class Controller:
 
     def before_step(self, step: int) -> None:
         """Step `step` (1-based) is about to run: hook in if it is to be sampled."""
-        if self._wants_sample(step):
+        if self._config.rebalances and self._cadence.wants_sample(step, warm=self._step_times.warm):
             started = time.perf_counter()
             self._enter(State.MEASURING)
             self._sampling = True
@@ -191,33 +194,12 @@ class Controller:
                 # What a full disk did not take at the last write is tried again here.
                 logger.error("a report could not be closed: %s", error)
 
-    def _wants_sample(self, step: int) -> bool:
-        if not self._config.rebalances or not self._step_times.warm:
-            return False
-        if self._config.rebalance.mode is RebalanceMode.AUTO:
-            return step % self._config.measure.interval_steps == 0
-        upcoming = self._next_scheduled(step)
-        return upcoming is not None and upcoming - step < self._config.measure.window_samples
-
-    def _next_scheduled(self, step: int) -> int | None:
-        policy = self._config.rebalance
-        if policy.mode is RebalanceMode.EVERY:
-            return -(-step // policy.every_steps) * policy.every_steps
-        return next((at for at in policy.at_steps if at >= step), None)
-
     def _round_due(self, step: int) -> bool:
         if not self._config.rebalances:
             return False
-        if self._config.rebalance.mode is RebalanceMode.AUTO:
-            return self._window.full and not self._cooling_down
         # Megatron may skip iterations: a step that was due in between is due now.
         first = step if self._last_boundary is None else self._last_boundary + 1
-        scheduled = self._next_scheduled(first)
-        return scheduled is not None and scheduled <= step
-
-    @property
-    def _cooling_down(self) -> bool:
-        return self._steps_since_move is not None and self._steps_since_move < self._config.decide.cooldown_steps
+        return self._cadence.round_due(first, step, window_full=self._window.full, steps_since_move=self._steps_since_move)
 
     def _pop_due(self, step: int) -> Layout | None:
         """The newest forced layout due by `step`, once. (Megatron may skip iterations, so equality would not do.)"""
@@ -243,6 +225,8 @@ class Controller:
         snapshot = self._snapshot(step)
         self._measuring_seconds += time.perf_counter() - started
         started = time.perf_counter()
+        self._speeds = self._speeds.observe(snapshot)
+        estimate = self._speeds.estimate(self.layout.num_stages)
         decision = decide(
             snapshot,
             self._config.decide,
@@ -250,22 +234,32 @@ class Controller:
             remaining_steps=self._last_step - step,
             steps_since_move=self._steps_since_move,
             scheduled=self._config.rebalance.mode is not RebalanceMode.AUTO,
+            speeds=estimate.usable,
         )
-        figures = _Figures(snapshot=snapshot, deciding_seconds=time.perf_counter() - started)
+        figures = _Figures(
+            snapshot=snapshot,
+            speeds=estimate.speeds if any(speed is not None for speed in estimate.speeds) else None,
+            shrink_advice=self._shrink_advice(snapshot, estimate.usable),
+            deciding_seconds=time.perf_counter() - started,
+        )
         if isinstance(decision, NoChange):
             self._window.clear()
             self._report(step, decision, figures)
         else:
             self._move(step, decision, figures)
 
+    def _shrink_advice(self, snapshot: Snapshot, speeds: tuple[float, ...] | None) -> str | None:
+        policy = self._config.shrink
+        if policy.goal is ShrinkGoal.OFF:
+            return None
+        return advise(job_of(snapshot, self._config.decide, speeds=speeds), policy)
+
     def _snapshot(self, step: int) -> Snapshot:
         sample = make_sample(
             self._crew.profiler.position(),
-            self._window.medians(),
+            self._window,
             self._crew.profiler.footprint(),
             iteration=step,
-            num_steps=len(self._window),
-            num_microbatches=self._window.num_microbatches,
             step_seconds=self._step_times.median_seconds or 0.0,
         )
         return assemble(self._crew.collective.gather(sample, "samples"), self.layout)
@@ -330,6 +324,8 @@ class Controller:
             layout_after=after.text,
             moves=decision.moves if isinstance(decision, Plan) else (),
             snapshot=figures.snapshot,
+            speeds=figures.speeds,
+            shrink_advice=figures.shrink_advice,
             predicted_before_seconds=decision.predicted_before_seconds,
             predicted_after_seconds=decision.predicted_after_seconds,
             predicted_cost_seconds=decision.predicted_cost_seconds,

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,13 @@ from megatron_dyn.host.profiler import MegatronProfiler
 from megatron_dyn.host.seams import Seam, Undo, apply
 from megatron_dyn.host.stage import StageModel, share_specs
 from megatron_dyn.host.store import MegatronLayerStore
-from megatron_dyn.host.support import check_exact_grad_norm, check_rng_per_layer, check_support, randomness_notice
+from megatron_dyn.host.support import (
+    check_exact_grad_norm,
+    check_measurable,
+    check_rng_per_layer,
+    check_support,
+    randomness_notice,
+)
 from megatron_dyn.host.transport import make_transport
 from megatron_dyn.migrate import Seat
 from megatron_dyn.ports import Sink
@@ -65,6 +71,8 @@ def install(args: Any, config: DynConfig | None = None) -> Installation:
     and HostError, naming all that is missing, for a Megatron-core that is not supported.
     """
     config = config_from_args(args) if config is None else config
+    group_size = getattr(args, "microbatch_group_size_per_vp_stage", None)
+    config = replace(config, decide=replace(config.decide, group_size=group_size))
     if config.report_dir is not None:
         check_directory(config.report_dir)
     seams: list[Seam] = []
@@ -72,6 +80,8 @@ def install(args: Any, config: DynConfig | None = None) -> Installation:
     if config.moves_possible:
         _check_moves(args, config)
         _settle_layout(args, config)
+        if config.rebalances:
+            check_measurable(_layout_of_flags(args))
         seams += checkpoint.rows(args)
     if config.moves_possible or config.record_losses:
         driver = _driver(args, config, _layout_of_flags(args))
@@ -100,7 +110,7 @@ def install_or_exit(args: Any) -> Undo:
 
 def _check_moves(args: Any, config: DynConfig) -> None:
     """Refuse what layers cannot move under; warn of what moves will not be exact under."""
-    check_support(args, rebalances=config.rebalances)
+    check_support(args)
     notice = None if config.rng_per_layer else randomness_notice(args)
     if notice is not None and _is_first_rank():
         logger.warning("megatron_dyn: %s", notice)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dyn.config import ConfigError
+from megatron_dyn.records import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,16 +117,6 @@ LIMITS: tuple[Limit, ...] = (
 )
 
 
-REBALANCE_LIMITS: tuple[Limit, ...] = (
-    Limit(
-        flag="--num-layers-per-virtual-pipeline-stage",
-        what="virtual pipeline stages: forced with --dyn-layout-at, not yet planned",
-        used=_above_one("virtual_pipeline_model_parallel_size"),
-    ),
-)
-"""What `--dyn-rebalance` cannot decide about, though layers can move under it."""
-
-
 def check_exact_grad_norm(args: Any) -> None:
     """Raise ConfigError where gradients are no plain tensors, or lie over ranks that the norm's group does not hold."""
     for flag, name in (("--use-megatron-fsdp", "use_megatron_fsdp"), ("--use-torch-fsdp2", "use_torch_fsdp2")):
@@ -166,21 +157,25 @@ def check_rng_per_layer(args: Any) -> None:
         raise ConfigError(f"--dyn-rng-per-layer: cannot be had with {_told(used)}; drop one of them")
 
 
-def check_support(args: Any, *, rebalances: bool) -> None:
-    """Raise ConfigError naming every flag that keeps layers from moving. Call it only when moves are possible.
-
-    `rebalances` says that moves are to be decided, not only forced.
-    """
+def check_support(args: Any) -> None:
+    """Raise ConfigError naming every flag that keeps layers from moving. Call it only when moves are possible."""
     if used := [limit for limit in LIMITS if limit.used(args)]:
-        raise ConfigError(refusal(used, rebalances=False))
-    if rebalances and (used := [limit for limit in REBALANCE_LIMITS if limit.used(args)]):
-        raise ConfigError(refusal(used, rebalances=True))
+        raise ConfigError(refusal(used))
 
 
-def refusal(limits: Sequence[Limit], *, rebalances: bool) -> str:
-    """The line for a command line that runs into these limits; `rebalances`: they are limits of deciding, not of moving."""
-    if rebalances:
-        return f"--dyn-rebalance: cannot plan with {_told(limits)}"
+def check_measurable(layout: Layout) -> None:
+    """Raise ConfigError for a layout whose costs cannot be told apart. Call it only when layers move by measurement."""
+    for index, chunk in enumerate(layout.chunks):
+        if chunk.num_mtp and not chunk.loss:
+            # Their time would count as every stage's, and their bytes as nobody's.
+            raise ConfigError(
+                f"--dyn-rebalance: expected MTP layers (m) on the chunk of the loss (L), got chunk {index} of {layout.text!r}: "
+                "there they are not measured; force layouts with --dyn-layout-at instead"
+            )
+
+
+def refusal(limits: Sequence[Limit]) -> str:
+    """The line for a command line that runs into these limits."""
     return f"--dyn-rebalance/--dyn-layout-at: cannot move layers with {_told(limits)}; drop it or the --dyn flags"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dyn.records import Layout
 from megatron_dyn.testing.ranks import run_ranks
 from megatron_dyn.testing.training import tiny_gpt_arguments
 from tests.distributed.plugin_run import REPORT_FLAGS, read_lines, run, train
@@ -88,6 +89,7 @@ def test_a_stationary_skew_gives_exactly_one_move_to_the_best_split(tmp_path):
         exit_interval=26,
         dyn_rebalance="auto",
         dyn_profile_interval=2,
+        dyn_profile_window=3,
         dyn_cooldown_steps=2,
         dyn_min_gain=0.1,
     )
@@ -100,19 +102,41 @@ def test_a_stationary_skew_gives_exactly_one_move_to_the_best_split(tmp_path):
 
 
 def test_four_stages_find_the_best_split_too(tmp_path):
-    # Costs 4 1 1 1 1 1 1 4 on four stages: 1 3 3 1 layers make 4 3 3 4; uniform made 5 2 2 5.
+    # Costs 4 1 1 1 1 1 1 4 on four stages: 1 3 3 1 layers make 4 3 3 4; uniform made 5 2 2 5. With as few micro-batches as
+    # stages a heavier first stage would be as good: filling and draining then count as much as the slowest stage.
     rounds = rounds_of(
         tmp_path,
         4,
         [0, 7],
         **LONG_RUN,
         exit_interval=9,
+        global_batch_size=8,
         pipeline_model_parallel_size=4,
         dyn_rebalance="at:8",
         dyn_min_gain=0.02,
     )
     assert rounds[0]["outcome"] == "commit"
     assert rounds[0]["layout_after"] == "Et|t*3|t*3|tL"
+
+
+def test_virtual_stages_are_rebalanced_by_the_sum_over_their_chunks(tmp_path):
+    # Costs 4 4 1 1 1 1 1 1 on chunks of two: rank 0 has 4+4+1+1, rank 1 four ones. The best split makes 7 and 7.
+    (line,) = rounds_of(
+        tmp_path,
+        2,
+        [0, 1],
+        **LONG_RUN,
+        exit_interval=9,
+        num_virtual_stages_per_pipeline_rank=2,
+        dyn_rebalance="at:8",
+        dyn_min_gain=0.02,
+    )
+    assert line["outcome"] == "commit", line["reason"]
+    layout = Layout.parse(line["layout_after"], 2)
+    work = [sum(HEAVY if layer in (0, 1) else 1.0 for layer in layout.layers_of_stage(rank)) for rank in range(2)]
+    # 7 and 7, or next to it when something else ran on the cores while a layer was timed.
+    assert max(work) <= 8.0
+    assert line["predicted_after_seconds"] < line["predicted_before_seconds"]
 
 
 def test_replicas_share_one_snapshot_and_move_together():

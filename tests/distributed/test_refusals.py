@@ -22,9 +22,15 @@ MOVES = {"dyn_rebalance": "auto"}
         ({"dyn_record_losses": True}, "--dyn-record-losses: needs --dyn-report-dir"),
         ({**MOVES, "dyn_profile_interval": 0}, "--dyn-profile-interval: expected at least 1, got 0"),
         ({**MOVES, "dyn_migrate_bucket_bytes": 0}, "--dyn-migrate-bucket-bytes: expected at least 1, got 0"),
+        ({**MOVES, "dyn_shrink_policy": "throughput:1.5"}, "--dyn-shrink-policy: expected a TOL in [0, 1), got 1.5"),
         (
-            {**MOVES, "num_virtual_stages_per_pipeline_rank": 2},
-            "--num-layers-per-virtual-pipeline-stage (virtual pipeline stages",
+            {
+                "dyn_rebalance": "auto",
+                "mtp_num_layers": 1,
+                "position_embedding_type": "rope",
+                "pipeline_model_parallel_layout": "Et*8m|L",
+            },
+            "--dyn-rebalance: expected MTP layers (m) on the chunk of the loss (L), got chunk 0",
         ),
         ({**MOVES, "cuda_graph_impl": "local"}, "--cuda-graph-impl (CUDA graphs)"),
         ({**MOVES, "pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2}, "a single pipeline stage"),

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_dyn.config import ConfigError
 from megatron_dyn.controller import State
+from megatron_dyn.measure import is_sampled
 from megatron_dyn.migrate import PlanMismatch
 from megatron_dyn.rebuild import RebuildError
 from megatron_dyn.records import Layout, Outcome
@@ -51,9 +52,34 @@ class TestAuto:
         assert [store.calls for store in job.stores] == [[], []]
 
     def test_one_step_in_so_many_is_sampled_and_a_round_comes_when_the_window_is_full(self):
-        job = Job(config_of("auto", interval=4, window=2, warmup=3)).run(20)
-        assert job.profilers[0].sampled_steps == job.profilers[1].sampled_steps == [4, 8, 12, 16, 20]
-        assert job.rounds_at() == [8, 16]
+        job = Job(config_of("auto", interval=4, window=2, warmup=0)).run(20)
+        sampled = job.profilers[0].sampled_steps
+        assert sampled == job.profilers[1].sampled_steps
+        assert [(step - 1) // 4 for step in sampled] == [0, 1, 2, 3, 4]
+        assert job.rounds_at() == [sampled[1], sampled[3]]
+
+    @pytest.mark.parametrize("steps_at_a_place", [1, 2])
+    def test_a_hot_spot_that_wanders_faster_than_the_samples_moves_nothing(self, steps_at_a_place):
+        def costs(step, layer):
+            return HEAVY if layer == step // steps_at_a_place % 8 else LIGHT
+
+        job = Job(config_of("auto", interval=5, window=6, cooldown=0), costs=costs).run(400)
+        assert job.commits() == []
+        assert len(job.sink.rounds) == 13
+
+    def test_a_burst_of_one_step_moves_nothing(self):
+        for burst in range(3, 12):
+            job = Job(config_of("auto"), costs=lambda step, layer, at=burst: HEAVY if (step, layer) == (at, 7) else LIGHT)
+            assert job.run(20).commits() == []
+
+    def test_a_change_that_is_known_to_come_ends_what_a_move_may_count_on(self):
+        def moves_with(**decide):
+            config = config_of("auto", interval=1, cooldown=0)
+            config = replace(config, decide=replace(config.decide, **decide))
+            return len(Job(config, costs=heavy_last_layer).run(20).commits())
+
+        assert moves_with() == moves_with(cost_changes_at=(400,)) == 1
+        assert moves_with(cost_changes_at=tuple(range(2, 40, 2))) == 0
 
     def test_no_step_of_the_warmup_after_start_or_move_is_sampled(self):
         job = Job(config_of("auto", interval=1, warmup=3, cooldown=0), costs=heavy_last_layer).run(20)
@@ -69,7 +95,9 @@ class TestAuto:
             (8, Outcome.COMMIT),
             (58, Outcome.COMMIT),
         ]
-        assert job.profilers[0].sampled_steps == [4, 6, 8, *range(12, 59, 2), *range(62, 108, 2)]
+        warmups = (1, 2, 9, 10, 59, 60)
+        sampled = [step for step in range(1, 108) if is_sampled(step, 2) and step not in warmups]
+        assert job.profilers[0].sampled_steps == sampled
         assert job.controllers[0].layout.counts == (2, 6)
 
 

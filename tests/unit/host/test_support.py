@@ -7,13 +7,14 @@ import pytest
 from megatron_dyn.config import ConfigError
 from megatron_dyn.host.support import (
     LIMITS,
-    REBALANCE_LIMITS,
     RNG_LIMITS,
     check_exact_grad_norm,
+    check_measurable,
     check_rng_per_layer,
     check_support,
     randomness_notice,
 )
+from megatron_dyn.records import Layout
 
 USED = {
     "--pipeline-model-parallel-size 1": {"pipeline_model_parallel_size": 1},
@@ -74,7 +75,7 @@ def plain_args(**changes):
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_a_plain_job_is_supported(optimizer):
-    check_support(plain_args(optimizer=optimizer), rebalances=False)
+    check_support(plain_args(optimizer=optimizer))
 
 
 @pytest.mark.parametrize(
@@ -94,18 +95,18 @@ def test_a_plain_job_is_supported(optimizer):
     ids=lambda used: next(iter(used)),
 )
 def test_what_layers_can_move_under_is_not_refused(used):
-    check_support(plain_args(**used), rebalances=False)
+    check_support(plain_args(**used))
 
 
 def test_iterations_may_be_skipped():
     # A forced layout that falls into them comes into force after them, see the controller.
-    check_support(plain_args(iterations_to_skip=[7]), rebalances=False)
+    check_support(plain_args(iterations_to_skip=[7]))
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=[limit.flag for limit in LIMITS])
 def test_every_limit_is_refused_by_its_flag_and_alone(limit):
     with pytest.raises(ConfigError) as caught:
-        check_support(plain_args(**USED[limit.flag]), rebalances=False)
+        check_support(plain_args(**USED[limit.flag]))
     message = str(caught.value)
     assert f"cannot move layers with {limit.flag} ({limit.what}); " in message
     assert message.startswith("--dyn-rebalance/--dyn-layout-at")
@@ -114,17 +115,15 @@ def test_every_limit_is_refused_by_its_flag_and_alone(limit):
 
 def test_all_that_stand_in_the_way_are_named_at_once():
     with pytest.raises(ConfigError, match=r"--cuda-graph-impl.*; --fp8-format.*; --freeze-all-layers"):
-        check_support(plain_args(freeze_all_layers=True, fp8="hybrid", cuda_graph_impl="local"), rebalances=False)
+        check_support(plain_args(freeze_all_layers=True, fp8="hybrid", cuda_graph_impl="local"))
 
 
-def test_what_can_be_forced_but_not_planned_is_refused_where_moves_are_decided():
-    args = plain_args(virtual_pipeline_model_parallel_size=2)
-    with pytest.raises(ConfigError) as caught:
-        check_support(args, rebalances=True)
-    (limit,) = REBALANCE_LIMITS
-    assert str(caught.value) == f"--dyn-rebalance: cannot plan with {limit.flag} ({limit.what})"
-    check_support(args, rebalances=False)
-    check_support(plain_args(), rebalances=True)
+def test_mtp_apart_from_the_loss_cannot_be_planned_by_measurement():
+    check_measurable(Layout.parse("Et|tt|tmL", 3))
+    with pytest.raises(
+        ConfigError, match=r"--dyn-rebalance: expected MTP layers \(m\) on the chunk of the loss \(L\), got chunk 1"
+    ):
+        check_measurable(Layout.parse("Et|tm|L", 3))
 
 
 def test_flags_are_named_once_each():
