@@ -1,9 +1,9 @@
-"""`make bench`: run all benchmarks, or those named: `make bench ARGS="planning overhead"`."""
+"""`make bench`: run all benchmarks, or those named: `make bench ARGS="planner overhead"`."""
 
 import importlib
 import sys
 
-NAMES = ("planning", "overhead", "move_bandwidth", "step_time")
+NAMES = ("planner", "overhead", "move_bandwidth", "step_time")
 LONG = ("soak",)
 """Run only when named."""
 

@@ -1,8 +1,7 @@
-"""How long planning takes, over 8 to 1,024 stages with four layers each, and for 128 layers on 16 stages.
+"""How long a decision takes: 128 layers on 16 stages, 8 to 1,024 stages with four layers each, and virtual stages.
 
-Run with `python -m benchmarks.planning`; the planner needs neither torch nor Megatron. The bars of the design are 10 ms for 128
-layers on 16 stages and 2 s for 4,096 on 1,024. Times are medians of the CPU time of this one-threaded
-process, so that other work on the machine, which the table names, does not count.
+Part of `benchmarks.planner`. The bars of the design are 10 ms for 128 layers on 16 stages and 2 s for 4,096 on 1,024. Times are
+medians of the CPU time of this one-threaded process, so that other work on the machine, which the table names, does not count.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +12,16 @@ from time import process_time
 
 from benchmarks.machine import show
 from megatron_dyn.config import DecideConfig
-from megatron_dyn.plan import MoveHistory, SplitProblem, best_split, decide, memory_budget
+from megatron_dyn.plan import MoveHistory, decide, exact_split, job_of
+from megatron_dyn.plan.job import plain_splits
 from megatron_dyn.records import Cost, Layout, Snapshot
 
-SIZES = ((128, 16), *((4 * num_stages, num_stages) for num_stages in (8, 16, 32, 64, 128, 256, 512, 1024)))
-"""(layers, stages): first the size that the design names, then the sweep."""
+SIZES = (
+    (128, 16, 1),
+    *((4 * num_stages, num_stages, 1) for num_stages in (8, 16, 32, 64, 128, 256, 512, 1024)),
+    *((128, 16, 2), (128, 16, 4), (64, 8, 2), (512, 64, 2)),
+)
+"""(layers, stages, chunks a stage): first the size that the design names, then the sweep, then virtual stages."""
 REPEATS = 5
 
 
@@ -27,20 +31,23 @@ class PlanningRow:
 
     num_layers: int
     num_stages: int
+    num_virtual: int
     split_seconds: float
-    """`best_split` with the tie-break towards the current split."""
+    """The first split: `plain_splits` with the tie-break towards the current one."""
     capped_seconds: float
     """The same under a memory cap that excludes the fastest splits."""
+    exact_seconds: float
+    """Under that cap, with the search for a shorter step."""
     decide_seconds: float
-    """The whole decision under that cap: split, two simulated steps, moves."""
+    """The whole decision under that cap: the above, simulated steps, moves."""
 
 
-def noisy_job(num_layers: int, num_stages: int) -> Snapshot:
+def noisy_job(num_layers: int, num_stages: int, num_virtual: int = 1) -> Snapshot:
     """Layers of one second and 100 MB, give or take a fifth, a head of two layers, two micro-batches per stage."""
     random = Random(num_layers * 10_007 + num_stages)
     return Snapshot(
         iteration=100,
-        layout=Layout.contiguous([num_layers // num_stages] * num_stages),
+        layout=Layout.contiguous([num_layers // num_stages // num_virtual] * (num_stages * num_virtual), num_stages=num_stages),
         layers=tuple(
             Cost(
                 forward_seconds=random.uniform(0.8, 1.2) / 3,
@@ -60,36 +67,38 @@ def noisy_job(num_layers: int, num_stages: int) -> Snapshot:
     )
 
 
-def run() -> list[PlanningRow]:
+def show_times() -> list[PlanningRow]:
     """Measure every size and print the table; one row each, in order."""
     rows = measure(SIZES)
     cells = []
     for row in rows:
-        times = (row.split_seconds, row.capped_seconds, row.decide_seconds)
-        cells.append([f"{row.num_layers:,}", f"{row.num_stages:,}", *(f"{1e3 * seconds:.1f}" for seconds in times)])
-    columns = ["layers", "stages", "split", "split under a cap", "whole decision"]
+        times = (row.split_seconds, row.capped_seconds, row.exact_seconds, row.decide_seconds)
+        stages = f"{row.num_stages:,}" if row.num_virtual == 1 else f"{row.num_stages:,} x {row.num_virtual}"
+        cells.append([f"{row.num_layers:,}", stages, *(f"{1e3 * seconds:.1f}" for seconds in times)])
+    columns = ["layers", "stages", "first split", "under a cap", "shortest step", "whole decision"]
     show("planning, milliseconds of CPU time", columns, cells)
     return rows
 
 
-def measure(sizes: Sequence[tuple[int, int]], *, repeats: int = REPEATS) -> list[PlanningRow]:
-    """Measure every (layers, stages); one row each, in order."""
-    return [_measure(num_layers, num_stages, repeats) for num_layers, num_stages in sizes]
+def measure(sizes: Sequence[tuple[int, int, int]], *, repeats: int = REPEATS) -> list[PlanningRow]:
+    """Measure every (layers, stages, chunks a stage); one row each, in order."""
+    return [_measure(noisy_job(*size), repeats) for size in sizes]
 
 
-def _measure(num_layers: int, num_stages: int, repeats: int) -> PlanningRow:
-    job = noisy_job(num_layers, num_stages)
+def _measure(job: Snapshot, repeats: int) -> PlanningRow:
+    num_layers, num_stages = len(job.layers), job.layout.num_stages
     layers_per_stage = num_layers // num_stages
     in_flight_bytes = layers_per_stage * num_stages * job.layers[0].activation_bytes
     cap_bytes = int(1.25 * layers_per_stage * 100_000_000) + in_flight_bytes
-    free = _problem(job, cap_bytes=None)
-    capped = _problem(job, cap_bytes=cap_bytes)
     config = DecideConfig(stage_memory_bytes=cap_bytes)
+    free, capped = job_of(job, DecideConfig()), job_of(job, config)
     return PlanningRow(
         num_layers=num_layers,
         num_stages=num_stages,
-        split_seconds=_median_seconds(lambda: best_split(free), repeats),
-        capped_seconds=_median_seconds(lambda: best_split(capped), repeats),
+        num_virtual=job.layout.num_virtual,
+        split_seconds=_median_seconds(lambda: plain_splits(free), repeats),
+        capped_seconds=_median_seconds(lambda: plain_splits(capped), repeats),
+        exact_seconds=_median_seconds(lambda: exact_split(capped), repeats),
         decide_seconds=_median_seconds(
             lambda: decide(
                 job,
@@ -104,19 +113,6 @@ def _measure(num_layers: int, num_stages: int, repeats: int) -> PlanningRow:
     )
 
 
-def _problem(job: Snapshot, *, cap_bytes: int | None) -> SplitProblem:
-    num_stages = job.layout.num_stages
-    return SplitProblem(
-        layer_seconds=tuple(cost.seconds for cost in job.layers),
-        num_stages=num_stages,
-        first_seconds=job.embedding.seconds,
-        last_seconds=job.head.seconds,
-        current=job.layout.counts,
-        moved_bytes=tuple(cost.moved_bytes for cost in job.layers),
-        memory=None if cap_bytes is None else memory_budget(job, num_stages=num_stages, cap_bytes=cap_bytes),
-    )
-
-
 def _median_seconds(work: Callable[[], object], repeats: int) -> float:
     times = []
     for _ in range(repeats):
@@ -124,7 +120,3 @@ def _median_seconds(work: Callable[[], object], repeats: int) -> float:
         work()
         times.append(process_time() - start)
     return median(times)
-
-
-if __name__ == "__main__":
-    run()
