@@ -1,4 +1,4 @@
-"""Writes the generated parts of the documentation: flags, support matrix, limits, and the patch ledger.
+"""Writes the generated parts of the documentation: flags, support matrix, limits, the patch ledger, timing files.
 
 python -m docs.generate            rewrite the marked blocks in place
 python -m docs.generate --check    exit 1 when a block is out of date (what the contract test does)
@@ -25,7 +25,7 @@ def flags_table() -> str:
     rows = ["| flag | what it does |", "|---|---|"]
     for action in parser._actions:
         value = f" {action.metavar or '|'.join(action.choices or ())}" if action.nargs != 0 else ""
-        text = (action.help or "") % {"default": action.default}
+        text = (action.help or "") % {"default": action.default, "choices": ", ".join(map(str, action.choices or ()))}
         rows.append(f"| `{' / '.join(action.option_strings)}{value.replace('|', chr(92) + '|')}` | {text} |")
     return "\n".join(rows)
 
@@ -58,12 +58,10 @@ def _cell(case: "Case") -> str:
 
 def refusals_table() -> str:
     """What ends the job at start, with the words it ends with."""
-    from megatron_dyn.host.support import LIMITS, REBALANCE_LIMITS, refusal
+    from megatron_dyn.host.support import LIMITS, refusal
 
     rows = ["| refused | message (after `megatron_dyn: error: `) |", "|---|---|"]
-    for limits, rebalances in ((LIMITS, False), (REBALANCE_LIMITS, True)):
-        rows += [f"| {limit.what} | `{refusal([limit], rebalances=rebalances)}` |" for limit in limits]
-    return "\n".join(rows)
+    return "\n".join([*rows, *(f"| {limit.what} | `{refusal([limit])}` |" for limit in LIMITS)])
 
 
 def ledger_tables() -> str:
@@ -77,12 +75,21 @@ def ledger_tables() -> str:
     return "\n\n".join(parts)
 
 
+def timing_fields_table() -> str:
+    """Every field of a timing file as its schema knows it."""
+    from megatron_dyn.cli.timing_schema import field_rows
+
+    rows = ["| field | type | meaning |", "|---|---|---|"]
+    return "\n".join([*rows, *(f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in field_rows())])
+
+
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "flags": ("README.md", flags_table),
     "limits": ("README.md", limits_table),
     "matrix": ("docs/support.md", matrix_table),
     "refusals": ("docs/support.md", refusals_table),
     "ledger": ("docs/seams.md", ledger_tables),
+    "timing-fields": ("docs/timing-files.md", timing_fields_table),
 }
 
 
