@@ -37,7 +37,7 @@ class RebalancePolicy:
         if self.mode is RebalanceMode.EVERY and self.every_steps < 1:
             raise ConfigError(f"--dyn-rebalance: expected every:N with N of at least 1, got {self.every_steps}")
         steps = list(self.at_steps)
-        if self.mode is RebalanceMode.AT and (not steps or steps != sorted(set(steps)) or steps[0] < 1):
+        if self.mode is RebalanceMode.AT and not (steps and _ascend_from_one(steps)):
             raise ConfigError(f"--dyn-rebalance: expected at: with ascending steps of at least 1, got {steps}")
 
     @classmethod
@@ -208,7 +208,7 @@ class DynConfig:
         if not 0.0 <= self.decide.min_gain < 1.0:
             raise ConfigError(f"--dyn-min-gain: expected a fraction in [0, 1), got {self.decide.min_gain}")
         changes = list(self.decide.cost_changes_at)
-        if changes != sorted(set(changes)) or (changes and changes[0] < 1):
+        if not _ascend_from_one(changes):
             raise ConfigError(f"--dyn-cost-changes-at: expected ascending steps of at least 1, got {changes}")
         if not 0.0 < self.timeout_seconds < math.inf:
             raise ConfigError(f"--dyn-timeout-seconds: expected a finite number above 0, got {self.timeout_seconds}")
@@ -272,6 +272,11 @@ class DynConfig:
             left = f"{layout.text!r} leaves {one} {emptied[0]} without a decoder layer"
             return f"{left}; pass --dyn-allow-empty-stages to allow that"
         return None
+
+
+def _ascend_from_one(steps: list[int]) -> bool:
+    """Whether steps are at least 1, each later than the one before; true of none."""
+    return steps == sorted(set(steps)) and min(steps, default=1) >= 1
 
 
 def _ends(layout: Layout) -> list[Chunk]:

@@ -4,7 +4,6 @@ It must not know files or consoles. That a frozen prefix computes no backward is
 schedule has to be told.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_dyn.cli.freeze import FreezeSchedule, frozen_costs
@@ -79,8 +78,8 @@ def freeze_rounds(
                 newly_frozen=tuple(sorted(now - frozen)),
                 newly_trained=tuple(sorted(frozen - now)),
                 costs=costs,
-                stage_seconds_before=_stage_seconds(current, layout),
-                stage_seconds_after=_stage_seconds(current, after),
+                stage_seconds_before=current.chunk_times(layout).stage_seconds,
+                stage_seconds_after=current.chunk_times(after).stage_seconds,
                 decision=decision,
                 rebuilt_stages=_rebuilt(decision, after, now ^ frozen) if step else (),
             )
@@ -112,9 +111,3 @@ def _rebuilt(decision: Plan | NoChange, after: Layout, changed: frozenset[int]) 
     if isinstance(decision, Plan):
         rebuilt |= {pp_rank for pp_rank in range(after.num_stages) if decision.touches(pp_rank)}
     return tuple(sorted(rebuilt))
-
-
-def _stage_seconds(workload: Workload, layout: Layout) -> tuple[float, ...]:
-    times = workload.chunk_times(layout)
-    chunks: Sequence[float] = [sum(pair) for pair in zip(times.forward_seconds, times.backward_seconds, strict=True)]
-    return tuple(sum(chunks[pp_rank :: layout.num_stages]) for pp_rank in range(layout.num_stages))

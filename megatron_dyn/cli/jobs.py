@@ -23,7 +23,7 @@ from megatron_dyn.plan.job import Job
 from megatron_dyn.plan.pipeline.schedule import in_flight_by_chunk
 from megatron_dyn.plan.problem import InfeasibleSplit
 from megatron_dyn.plan.proposals import MAX_OPERATIONS
-from megatron_dyn.records import Chunk, Layout, LayoutError
+from megatron_dyn.records import Layout, LayoutError, even_layout
 
 DEFAULT_MICROBATCHES_PER_STAGE = 8
 """With as many the bubble of a balanced pipeline is about 11 %; users who know their number say it."""
@@ -184,22 +184,6 @@ def _current(timing: TimingFile, shape: Shape) -> Layout | None:
     if num_mtp != timing.num_mtp:
         raise InputError(f"--layout {shape.layout!r}: expected the file's {timing.num_mtp} MTP layers (m), got {num_mtp}")
     return current
-
-
-def even_layout(num_layers: int, num_chunks: int, num_stages: int, *, num_mtp: int = 0) -> Layout:
-    """Ends where Megatron puts them, layers spread evenly."""
-    last = num_chunks - 1
-    borders = [num_layers * index // num_chunks for index in range(num_chunks + 1)]
-    chunks = tuple(
-        Chunk(
-            embedding=index == 0,
-            num_layers=borders[index + 1] - borders[index],
-            num_mtp=num_mtp if index == last else 0,
-            loss=index == last,
-        )
-        for index in range(num_chunks)
-    )
-    return Layout(chunks=chunks, num_stages=num_stages)
 
 
 def _cap_bytes(timing: TimingFile, shape: Shape) -> int | None:

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from megatron_dyn.cli.document import Document, read_text
 from megatron_dyn.cli.errors import InputError
+from megatron_dyn.plan.speeds import changes_of_stayed, drift_of
 from megatron_dyn.plan.workload import Workload, workload_of
 from megatron_dyn.records import SCHEMA_VERSION, Cost, Layout, LayoutError, Snapshot, StageReading
 
@@ -245,15 +245,10 @@ def _observations(entry: Round, rounds: Sequence[Round]) -> list[dict[str, Any]]
 def _drifts(rounds: Sequence[Round]) -> list[float]:
     """By round: how many times as much as in the first one layers cost, judged from round to round by those that stayed.
 
-    As a running job does it (plan.speeds): the median over the layers whose rank is the same.
+    By the rule of a running job: the median over the layers whose rank is the same.
     """
     drifts = [1.0]
-    for before, after in pairwise(rounds):
-        ranks = zip(before.layout.stage_of(), after.layout.stage_of(), strict=True)
-        stayed = [
-            now / was
-            for (source, destination), was, now in zip(ranks, before.seconds, after.seconds, strict=True)
-            if source == destination and was > 0.0 and now > 0.0
-        ]
-        drifts.append(drifts[-1] * (median(stayed) if stayed else 1.0))
+    timed = [tuple(zip(entry.layout.stage_of(), entry.seconds, strict=True)) for entry in rounds]
+    for before, after in pairwise(timed):
+        drifts.append(drifts[-1] * drift_of(changes_of_stayed(before, after)))
     return drifts

@@ -12,7 +12,7 @@ from megatron_dyn.cli.document import read_text
 from megatron_dyn.cli.errors import InputError
 from megatron_dyn.cli.freeze import FreezeSchedule, unit_layers
 from megatron_dyn.cli.freeze_rounds import freeze_rounds
-from megatron_dyn.cli.jobs import check_operations, even_layout
+from megatron_dyn.cli.jobs import check_operations
 from megatron_dyn.cli.output import countdown, warn, write_json
 from megatron_dyn.cli.resize import Batch, Grid, dry_run, read_grids, read_points
 from megatron_dyn.cli.rounds import StepSeconds, rehearse
@@ -28,7 +28,7 @@ from megatron_dyn.plan.pipeline.schedule import in_flight_by_chunk
 from megatron_dyn.plan.problem import InfeasibleSplit
 from megatron_dyn.plan.proposals import propose
 from megatron_dyn.plan.workload import Workload
-from megatron_dyn.records import Layout, LayoutError
+from megatron_dyn.records import Layout, LayoutError, even_layout
 
 DESCRIPTION = (
     "Play a run through in virtual time. Give one of: a trace file, --kind, --freeze-schedule, --resize. Layers are equal "

@@ -42,15 +42,13 @@ def with_speeds(timing: TimingFile, num_stages: int) -> tuple[TimingFile, tuple[
     return (timing if same else replace(timing, speeds=None)), tuple(notes)
 
 
-def _stage_seconds(timing: TimingFile, layout: Layout) -> list[float]:
+def _stage_seconds(timing: TimingFile, layout: Layout) -> tuple[float, ...]:
     """By pp_rank of the layout that was measured: forward and backward of one micro-batch."""
     # The time of sends does not count here, and a list of it is as long as the job that is planned for needs.
     work = replace(timing, p2p_seconds=0.0).workload(
         num_stages=layout.num_stages, num_virtual=layout.num_virtual, num_microbatches=1
     )
-    times = work.chunk_times(layout)
-    pairs = list(zip(times.forward_seconds, times.backward_seconds, strict=True))
-    return [sum(map(sum, pairs[pp_rank :: layout.num_stages])) for pp_rank in range(layout.num_stages)]
+    return work.chunk_times(layout).stage_seconds
 
 
 def _measured_layers(timing: TimingFile, layout: Layout) -> Iterator[Observation]:

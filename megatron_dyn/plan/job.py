@@ -222,7 +222,7 @@ def exact_splits(job: Job) -> tuple[Split, Split]:
     Pure and deterministic. Raises InfeasibleSplit when no split meets the constraints.
     """
     problem, layout, num_microbatches = job.problem, job.template, job.workload.num_microbatches
-    plain, *others = plain_splits(job)
+    plain, *others = _plain_splits(job, problem)
     shortest_possible = num_microbatches * plain.bottleneck_seconds
     if not shortest_possible:
         return plain, plain
@@ -243,7 +243,10 @@ def plain_splits(job: Job) -> tuple[Split, ...]:
     Of many chunks only the latter, which is found in a millisecond: with several chunks a stage, even stages take tenths of
     a second. Raises InfeasibleSplit when no split meets the constraints, or none was found in the first place.
     """
-    problem = job.problem
+    return _plain_splits(job, job.problem)
+
+
+def _plain_splits(job: Job, problem: SplitProblem) -> tuple[Split, ...]:
     if job.template.num_virtual == 1:
         return (best_split(problem),)
     even = problem.split(_even_chunks(problem), bound_seconds=simple_bound_seconds(problem))

@@ -73,7 +73,6 @@ def forecast(job: Job, layout: Layout) -> Forecast:
     work = job.workload
     times = work.chunk_times(layout)
     num_stages = layout.num_stages
-    pairs = list(zip(times.forward_seconds, times.backward_seconds, strict=True))
     state, activation = work.state_bytes(layout), work.activation_bytes(layout)
     run = None
     if layout.num_virtual > 1 or 2 * work.num_microbatches * len(layout.chunks) <= MAX_OPERATIONS:
@@ -91,7 +90,7 @@ def forecast(job: Job, layout: Layout) -> Forecast:
         layout=layout,
         step_seconds=step,
         busy_seconds=busy,
-        stage_seconds=tuple(sum(sum(pair) for pair in pairs[pp_rank::num_stages]) for pp_rank in range(num_stages)),
+        stage_seconds=times.stage_seconds,
         bubble_fraction=bubble,
         stage_bytes=tuple(sum(state[pp_rank::num_stages]) + held[pp_rank] for pp_rank in range(num_stages)),
         run=run,

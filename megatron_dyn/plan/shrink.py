@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from megatron_dyn.config import ShrinkGoal, ShrinkPolicy
 from megatron_dyn.plan.job import Job, exact_split, plain_splits
-from megatron_dyn.plan.problem import InfeasibleSplit, Split
-from megatron_dyn.records import Chunk, Layout
+from megatron_dyn.plan.problem import Split
+from megatron_dyn.records import Layout, even_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,14 +136,11 @@ def first_fit(stage_bytes: Sequence[int], cap_bytes: int) -> tuple[tuple[int, ..
 
 
 def _packing(job: Job, layout: Layout) -> Packing:
-    num_open = job.num_open
-    times = job.workload.chunk_times(layout)
-    seconds = [sum(pair) for pair in zip(times.forward_seconds, times.backward_seconds, strict=True)]
     return Packing(
         num_stages=layout.num_stages,
         layout=layout,
-        bottleneck_seconds=max(sum(seconds[pp_rank :: layout.num_stages]) for pp_rank in range(layout.num_stages)),
-        step_seconds=job.step_seconds_of([layout.counts[:num_open]])[0],
+        bottleneck_seconds=max(job.workload.chunk_times(layout).stage_seconds),
+        step_seconds=job.step_seconds_of([layout.counts[: job.num_open]])[0],
     )
 
 
@@ -154,7 +151,7 @@ def _packed(job: Job, num_stages: int) -> Packing | Unpackable:
         try:
             smaller = _resized(job, num_stages, num_virtual)
             return _packing(smaller, smaller.layout_of(_quick_split(smaller).counts))
-        except (InfeasibleSplit, ValueError) as error:
+        except ValueError as error:
             reasons.append(str(error))
     return Unpackable(num_stages=num_stages, reason=reasons[0])
 
@@ -173,19 +170,7 @@ def _quick_split(job: Job) -> Split:
 def _resized(job: Job, num_stages: int, num_virtual: int) -> Job:
     """The job on its first `num_stages` stages with so many chunks each; nothing is where it was, so nothing is moved."""
     before, work = job.template, job.workload
-    num_chunks = num_stages * num_virtual
     num_mtp = sum(chunk.num_mtp for chunk in before.chunks)
-    counts = [before.num_layers // num_chunks] * num_chunks
-    counts[-1] += before.num_layers - sum(counts)
-    chunks = tuple(
-        Chunk(
-            embedding=index == 0,
-            num_layers=count,
-            num_mtp=num_mtp if index == num_chunks - 1 else 0,
-            loss=index == num_chunks - 1,
-        )
-        for index, count in enumerate(counts)
-    )
     p2p = work.p2p_seconds
     return replace(
         job,
@@ -194,6 +179,6 @@ def _resized(job: Job, num_stages: int, num_virtual: int) -> Job:
             speeds=None if work.speeds is None else work.speeds[:num_stages],
             p2p_seconds=p2p if isinstance(p2p, int | float) else p2p[:num_stages] if num_virtual > 1 else p2p[: num_stages - 1],
         ),
-        template=Layout(chunks=chunks, num_stages=num_stages),
+        template=even_layout(before.num_layers, num_stages * num_virtual, num_stages, num_mtp=num_mtp),
         has_current=False,
     )

@@ -102,6 +102,24 @@ def verdicts(stage_seconds: Sequence[float], estimate: SpeedEstimate) -> tuple[V
     return tuple(judge(pp_rank) for pp_rank in range(len(stage_seconds)))
 
 
+Timed = tuple[int, float]
+"""(pp_rank, seconds) of a layer."""
+
+
+def changes_of_stayed(before: Sequence[Timed], after: Sequence[Timed]) -> Mapping[int, Sequence[float]]:
+    """By pp_rank: how many times as much each layer that stayed there takes as before. Their median is the drift."""
+    stayed: dict[int, list[float]] = defaultdict(list)
+    for (source, was), (destination, now) in zip(before, after, strict=True):
+        if source == destination and was > 0.0 and now > 0.0:
+            stayed[destination].append(now / was)
+    return stayed
+
+
+def drift_of(stayed: Mapping[int, Sequence[float]]) -> float:
+    """What all layers drifted by, judged by those that stayed (`changes_of_stayed`); 1 when none did."""
+    return median([change for of_rank in stayed.values() for change in of_rank] or [1.0])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedHistory:
     """What the moves of a run told about its ranks. Equal on all ranks if all observe the same snapshots."""
@@ -122,18 +140,17 @@ class SpeedHistory:
         now = tuple(zip(snapshot.layout.stage_of(), (cost.seconds for cost in snapshot.layers), strict=True))
         if len(self.last) != len(now):
             return SpeedHistory(last=now)
-        timed = [(before, after) for before, after in zip(self.last, now, strict=True) if before[1] > 0.0 and after[1] > 0.0]
-        stayed: dict[int, list[float]] = defaultdict(list)
-        for before, after in timed:
-            if before[0] == after[0]:
-                stayed[after[0]].append(after[1] / before[1])
-        changes = [change for of_rank in stayed.values() for change in of_rank]
-        drift = median(changes or [1.0])
+        stayed = changes_of_stayed(self.last, now)
+        drift = drift_of(stayed)
         changed = {rank for rank, of_rank in stayed.items() if _differs(median(of_rank) / drift)}
         kept = tuple(ratio for ratio in self.ratios if not changed & set(ratio[:2]))
-        if any(_differs(change / drift) for change in changes):
+        if any(_differs(change / drift) for of_rank in stayed.values() for change in of_rank):
             return SpeedHistory(last=now, ratios=kept)
-        found = tuple((old[0], new[0], drift * old[1] / new[1]) for old, new in timed if old[0] != new[0])
+        found = tuple(
+            (source, destination, drift * was / seconds)
+            for (source, was), (destination, seconds) in zip(self.last, now, strict=True)
+            if source != destination and was > 0.0 and seconds > 0.0
+        )
         return SpeedHistory(last=now, ratios=_newest((*kept, *found)))
 
     def estimate(self, num_stages: int) -> SpeedEstimate:

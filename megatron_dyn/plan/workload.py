@@ -25,6 +25,12 @@ class ChunkTimes:
     optimizer_seconds: tuple[float, ...]
     """Of one step, by pp_rank."""
 
+    @property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """By pp_rank: forward and backward of one micro-batch, over all chunks."""
+        chunks = [sum(pair) for pair in zip(self.forward_seconds, self.backward_seconds, strict=True)]
+        return tuple(sum(chunks[pp_rank :: self.num_stages]) for pp_rank in range(self.num_stages))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:

@@ -1,6 +1,6 @@
 """Frozen records that the stages exchange. Standard library only; importable without torch or Megatron."""
 
-from megatron_dyn.records.layout import Chunk, Layout, LayoutError, uniform_layout
+from megatron_dyn.records.layout import Chunk, Layout, LayoutError, even_layout, uniform_layout
 from megatron_dyn.records.rounds import (
     NOTABLE_SPEED,
     SCHEMA_VERSION,
@@ -34,5 +34,6 @@ __all__ = [
     "Sample",
     "Snapshot",
     "StageReading",
+    "even_layout",
     "uniform_layout",
 ]

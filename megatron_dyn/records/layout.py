@@ -151,6 +151,22 @@ class Layout:
             )
 
 
+def even_layout(num_layers: int, num_chunks: int, num_stages: int, *, num_mtp: int = 0) -> Layout:
+    """Layers spread over all chunks as evenly as they go, the embedding on the first, MTP layers and the loss on the last."""
+    last = num_chunks - 1
+    borders = [num_layers * index // num_chunks for index in range(num_chunks + 1)]
+    chunks = tuple(
+        Chunk(
+            embedding=index == 0,
+            num_layers=borders[index + 1] - borders[index],
+            num_mtp=num_mtp if index == last else 0,
+            loss=index == last,
+        )
+        for index in range(num_chunks)
+    )
+    return Layout(chunks=chunks, num_stages=num_stages)
+
+
 def uniform_layout(num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None) -> Layout:
     """The split Megatron makes without a layout: `first`/`last` as given, the rest in equal parts.
 

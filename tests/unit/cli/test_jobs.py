@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from megatron_dyn.cli.errors import InputError
-from megatron_dyn.cli.jobs import Shape, add_job_arguments, check_operations, even_layout, figures, job_of, shape_of
+from megatron_dyn.cli.jobs import Shape, add_job_arguments, check_operations, figures, job_of, shape_of
 from megatron_dyn.cli.timing_file import read_timing
 from megatron_dyn.plan.problem import InfeasibleSplit
 from megatron_dyn.records import Layout
@@ -131,7 +131,3 @@ def test_sizes_that_cannot_be_added_up_are_refused_by_name(timing):
     path = timing({"layers": [{"seconds": 1, "state_bytes": 2**50}] * 2200})
     with pytest.raises(InputError, match=r"timing.json: state_bytes and activation_bytes: expected .* sizes that sum below"):
         job(path, pp=2, memory_gib=1e9)
-
-
-def test_layers_are_spread_evenly_between_the_ends():
-    assert even_layout(7, 4, 2, num_mtp=1) == Layout.parse("Et|tt|tt|ttmL", 2)

@@ -33,6 +33,7 @@ def test_ends_count_on_the_chunks_that_hold_them() -> None:
     assert times.forward_seconds == (101.25, 6.25, 308.25, 200.25)
     assert times.backward_seconds == (202.25, 12.25, 616.25, 400.25)
     assert times.optimizer_seconds == ((101.0 + 308.0) / 4, (6.0 + 200.0) / 4)
+    assert times.stage_seconds == (303.5 + 924.5, 18.5 + 600.5)
     assert WORK.state_bytes(Layout.parse("Et|tt|tm|L", 2)) == (101, 5, 304, 200)
     assert WORK.activation_bytes(Layout.parse("Ett|ttmL", 2)) == (1030, 5070)
 

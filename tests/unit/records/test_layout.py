@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_dyn.records import Chunk, Layout, LayoutError, uniform_layout
+from megatron_dyn.records import Chunk, Layout, LayoutError, even_layout, uniform_layout
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """Examples take as long as they take: a busy machine is no reason to fail."""
@@ -286,3 +286,7 @@ def test_repeats_that_would_fill_the_memory_are_refused(text: str, message: str)
     """Before they are written out."""
     with pytest.raises(LayoutError, match=message):
         Layout.parse(text)
+
+
+def test_layers_are_spread_evenly_between_the_ends():
+    assert even_layout(7, 4, 2, num_mtp=1) == Layout.parse("Et|tt|tt|ttmL", 2)
