@@ -10,6 +10,7 @@ import torch
 
 from megatron_dyn.host.cpu.async_rows import ASYNC_ROWS
 from megatron_dyn.host.cpu.bootstrap import limit_threads, set_environment
+from megatron_dyn.host.cpu.gloo_rows import GLOO_ROWS
 from megatron_dyn.host.cpu.megatron_rows import MEGATRON_ROWS
 from megatron_dyn.host.cpu.model_rows import MODEL_ROWS
 from megatron_dyn.host.cpu.optimizer_rows import OPTIMIZER_ROWS
@@ -17,7 +18,7 @@ from megatron_dyn.host.cpu.torch_mode import CpuMode
 from megatron_dyn.host.cpu.torch_rows import TORCH_ROWS
 from megatron_dyn.host.seams import Seam, Undo, apply
 
-CPU_ROWS: tuple[Seam, ...] = (*TORCH_ROWS, *MEGATRON_ROWS, *MODEL_ROWS, *OPTIMIZER_ROWS, *ASYNC_ROWS)
+CPU_ROWS: tuple[Seam, ...] = (*TORCH_ROWS, *GLOO_ROWS, *MEGATRON_ROWS, *MODEL_ROWS, *OPTIMIZER_ROWS, *ASYNC_ROWS)
 """Every row of the CPU platform, in the order of application."""
 
 
