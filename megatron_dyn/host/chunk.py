@@ -98,6 +98,7 @@ class ModelChunk:
         self.ddp.full_param_layout = None
         for parameter in self.ddp.module.parameters():
             forget_gradient(parameter)
+            forget_hooks(parameter)
 
     @property
     def hooks_on(self) -> bool:
@@ -145,6 +146,19 @@ def _quiet(name: str) -> Iterator[None]:
     finally:
         for each, level in zip(loggers, levels, strict=True):
             each.setLevel(level)
+
+
+def forget_hooks(parameter: torch.Tensor) -> None:
+    """Let autograd accumulate the next gradient of a parameter at a new node, without the hooks of the old one.
+
+    DDP hooks onto that node, and has no handle to take the hook off. The node goes with its last user, but graphs of experts
+    keep it: then old and new hooks would both see each gradient. Data of another type makes torch drop its own reference
+    (torch/csrc/autograd/variable.cpp, set_data).
+    """
+    if parameter.requires_grad:
+        data = parameter.data
+        parameter.data = data.new_empty(0, dtype=torch.float64 if data.dtype != torch.float64 else torch.float32)
+        parameter.data = data
 
 
 def forget_gradient(parameter: torch.Tensor) -> None:

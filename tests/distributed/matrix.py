@@ -247,6 +247,12 @@ CASES: tuple[Case, ...] = (
         },
     ),
     Case(
+        name="moe-overlap",
+        what="experts with overlapped gradient reduction and parameter gather",
+        topology=Topology(counts=PP2),
+        flags={**MOE, **OVERLAP, "expert_model_parallel_size": 1},
+    ),
+    Case(
         name="moe-allgather-mixed",
         what="experts: EP2, all-gather dispatcher, dense and expert layers mixed, aux loss logged per layer",
         topology=Topology(counts=PP2, data=2),
