@@ -13,7 +13,7 @@ COMPAT_STAMPS := $(COMPAT:%=.venv-%/.stamp)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-compat test-upstream check bench docs lock clean
+.PHONY: help venv quickstart examples test test-compat test-upstream check bench docs lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -23,8 +23,17 @@ venv: $(STAMP) ## make .venv/, or bring it up to date; PYTHON=... names an inter
 quickstart: $(STAMP) ## train a small GPT on this machine and watch it rebalance
 	$(PYTHON_IN_VENV) examples/quickstart/run.py $(ARGS)
 
-test: $(STAMP) ## run the whole test suite
+examples: $(STAMP) ## train with each dynamic family on this machine, and draw what it did
+	for name in freezing pruning moe; do $(PYTHON_IN_VENV) examples/dynamics/$$name.py $(ARGS) || exit; done
+
+# Tests that start ranks come one at a time, since they time what they run; all others two at a time.
+test: $(STAMP) ## run the whole test suite, or what ARGS says
+ifeq ($(ARGS),)
+	$(PYTHON_IN_VENV) -m pytest -q --durations=5 -n 2 tests --ignore=tests/distributed
+	$(PYTHON_IN_VENV) -m pytest -q --durations=10 tests/distributed
+else
 	$(PYTHON_IN_VENV) -m pytest -q --durations=10 $(ARGS)
+endif
 
 test-compat: $(COMPAT_STAMPS) ## run the core of the test matrix and the quickstart on older releases of megatron-core
 	set -e; for release in $(COMPAT); do .venv-$$release/bin/python -m compat.release $$release $(ARGS); done

@@ -17,6 +17,7 @@ BOOTSTRAP = ROOT / "scripts" / "bootstrap"
 NEEDS_VENV = {
     "venv": "touch .venv/.stamp",
     "quickstart": "examples/quickstart/run.py",
+    "examples": "examples/dynamics/$name.py",
     "test": "-m pytest",
     "docs": "-m docs.generate",
     "check": "lint-imports",
