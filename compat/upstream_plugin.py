@@ -78,7 +78,7 @@ def put_in(mode: str) -> InForce:
         stack.callback(installation.undo)
         rows = installation.seams
         if mode == "on":
-            more = (*HOST_ROWS, *sampled_rows())
+            more = (*HOST_ROWS, *sampled_rows(), *life_rows())
             stack.enter_context(apply(more))
             rows += more
         return InForce(mode=mode, rows=rows, stack=stack.pop_all())
@@ -107,3 +107,10 @@ def sampled_rows() -> tuple[Seam, ...]:
     recorder.begin()
     stage = SimpleNamespace(layers={}, has_embedding=True, has_head=True)
     return StepProfiler(stage, recorder, optimizer=None).seams()
+
+
+def life_rows() -> tuple[Seam, ...]:
+    """Return the rows of the dynamic families, with no family behind them."""
+    from megatron_dyn.host.dynamic_life import DynamicLife
+
+    return DynamicLife(Namespace(finetune=True), (), make_job=lambda model, optimizer: None, open_log=None).rows()

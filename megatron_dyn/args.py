@@ -16,6 +16,7 @@ from megatron_dyn.config import (
     ShrinkPolicy,
     TransportKind,
 )
+from megatron_dyn.dynamics import add_family_flags
 from megatron_dyn.plan import ALGORITHMS
 
 GROUP_TITLE = "dynamic balancing (megatron_dyn)"
@@ -32,6 +33,7 @@ def add_dyn_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     _add_rebalance_args(group)
     _add_measure_args(group)
+    add_family_flags(group)
     group.add_argument(
         "--dyn-exact-grad-norm",
         action=argparse.BooleanOptionalAction,

@@ -103,6 +103,8 @@ class Controller:
         self._num_rounds = 0
         self._last_boundary: int | None = None
         self._requested: Layout | None = None
+        self._eager = False
+        """Whether costs are known to have changed since the last round."""
         self._pending: RoundReport | None = None
         """The last commit, while its new step time is not known."""
         self._settled: RoundReport | None = None
@@ -137,7 +139,7 @@ class Controller:
 
     def before_step(self, step: int) -> None:
         """Step `step` (1-based) is about to run: hook in if it is to be sampled."""
-        if self._config.rebalances and self._cadence.wants_sample(step, warm=self._step_times.warm):
+        if self._config.rebalances and self._cadence.wants_sample(step, warm=self._step_times.warm, eager=self._eager):
             started = time.perf_counter()
             self._enter(State.MEASURING)
             self._sampling = True
@@ -155,6 +157,21 @@ class Controller:
         self._sampling = False
         self._window.add(self._crew.profiler.stop(step))
         self._measuring_seconds += time.perf_counter() - started
+
+    def costs_changed(self) -> None:
+        """Layers cost something else from the next step on: what was measured is stale. Call it before `at_boundary`.
+
+        In `auto` every step is sampled until the next round, and the cool-down of the last move is over: it is there to
+        keep noise from moving layers, and this is none. All ranks must call.
+        """
+        # A later figure would compare the layout under the new costs with the one before it under the old ones.
+        self._settle()
+        self._window.clear()
+        self._step_times.forget()
+        self._speeds = SpeedHistory()
+        self._steps_since_move = None
+        self._eager = True
+        self._crew.profiler.layout_changed()
 
     def at_boundary(self, step: int) -> None:
         """The optimizer of step `step` is done, the next step has not begun: the only place where layers may move.
@@ -180,13 +197,7 @@ class Controller:
         if self._sampling:
             self._crew.profiler.cancel()
             self._sampling = False
-        if self._pending is not None and len(self._step_times):
-            self._report_measured()
-        final = self._step_times.median_seconds
-        if self._settled is not None and final not in (None, self._settled.measured_after_seconds):
-            # By now many more steps speak for the layout than the few that completed the line at first.
-            self._write(replace(self._settled, measured_after_seconds=final))
-        self._pending = self._settled = None
+        self._settle()
         for sink in self._crew.sinks:
             try:
                 sink.close()
@@ -221,6 +232,7 @@ class Controller:
             reason = "nothing measured yet: the round came within the warm-up after the start or the last move"
             self._report(step, NoChange(layout=self.layout, reason=reason), _Figures())
             return
+        self._eager = False
         started = time.perf_counter()
         snapshot = self._snapshot(step)
         self._measuring_seconds += time.perf_counter() - started
@@ -343,6 +355,16 @@ class Controller:
         self._write(report)
         self._enter(State.REPORTED)
         self._enter(State.IDLE)
+
+    def _settle(self) -> None:
+        """Say the last word on the last commit: its layout, or what its layers cost, is about to be history."""
+        if self._pending is not None and len(self._step_times):
+            self._report_measured()
+        final = self._step_times.median_seconds
+        if self._settled is not None and final not in (None, self._settled.measured_after_seconds):
+            # By now many more steps speak for the layout than the few that completed the line at first.
+            self._write(replace(self._settled, measured_after_seconds=final))
+        self._pending = self._settled = None
 
     def _report_measured(self) -> None:
         """The step time under the layout of the last commit is known: complete its line."""

@@ -3,7 +3,8 @@
 Nothing here may import torch: a buffer is opaque to everything but `migrate` and `host`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from megatron_dyn.records import Layout, Plan, RoundReport
@@ -110,3 +111,130 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush and release."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What a dynamic family did to the model at one step boundary; the same on every rank. One line of dynamics.jsonl."""
+
+    family: str
+    iteration: int
+    """Finished iterations: it holds from the next one on."""
+    what: str
+    """One line for people: `layers 0-7 frozen`."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """JSON-ready facts for machines."""
+    changes_costs: bool = True
+    """Whether layers take another time from now on, so that what was measured before is stale."""
+
+
+class Job(Protocol):
+    """What a dynamic family may ask of the job it runs in. The host implements it; one per rank."""
+
+    @property
+    def args(self) -> Any:
+        """Megatron's validated arguments."""
+
+    @property
+    def layers(self) -> Mapping[int, Any]:
+        """The decoder layers (modules) on this rank by global id, in order; it follows every move."""
+
+    @property
+    def embedding(self) -> Any | None:
+        """The embedding module where it is on this rank."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The largest of any parameter group in the step that just ended."""
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """See Collective.gather. All ranks must call."""
+
+    def sum_counts(self, counts: Any, what: str) -> Any:
+        """The elementwise sum over all ranks of an int64 CPU tensor of the same shape everywhere. All ranks must call."""
+
+    def counts_here(self, parameter: Any) -> bool:
+        """Whether this rank is the one that speaks for the (slice of the) parameter: true on exactly one of its replicas."""
+
+    def gradient_norms(self) -> Sequence[float]:
+        """2-norm of the gradient of every decoder layer by global id, 0.0 where it has none, the same on every rank.
+
+        Exact, so that it depends neither on the layout nor on how the optimizer shards; what is trainable counts. All
+        ranks must call, after the gradients were reduced and before the optimizer (`Dynamic.after_gradients`).
+        """
+
+    def settle_parameters(self) -> None:
+        """Make every local parameter what the optimizer left: with overlapped gathers that is so from the next forward on only.
+
+        All ranks must call, at a step boundary, before weights are read.
+        """
+
+    def silence(self, masks: Mapping[Any, Any]) -> None:
+        """Clear weight, main parameter and moments of local parameters wherever their mask (bool, same shape) is False."""
+
+    def set_trainable(self, frozen_layers: frozenset[int], *, embedding_frozen: bool, park: bool) -> None:
+        """Freeze exactly these decoder layers, let all others train, and rebuild what hangs on that where it changed.
+
+        Gradient buffers, hooks and optimizer of the affected chunks are made anew around the parameters that train. The
+        optimizer state of what freezes is dropped, or with `park` kept for when it trains again; without parked state a
+        layer starts with fresh moments. All ranks must call, at a step boundary, with the same arguments.
+        """
+
+
+class Dynamic(Protocol):
+    """A family of dynamic models: what it does to the model, and when. Subclass it; every method has a default.
+
+    One object per rank. In the order of a job's life: `check` and `layer_spec` before the model is built, `attach` for each
+    layer when it is built (also when it arrives from another rank, before its state is loaded), `begin` when model and
+    optimizer exist, `start` when a checkpoint is loaded too, then `before_step`, `after_gradients` and `at_boundary` in every
+    step. All are called on all ranks with the same steps. What a layer carries has to be a buffer or parameter of its
+    module: then it moves and is saved with the layer.
+    """
+
+    name: str
+    """The word behind `--dyn-`: `freeze`."""
+    freezes: bool = False
+    """Whether it calls `Job.set_trainable`: the schedule then has to know of frozen prefixes."""
+    keeps_layers_apart: bool = False
+    """Whether layers may differ in what they carry or in what the optimizer holds of them, so that a checkpoint has to
+    name each layer (Megatron's non-homogeneous keys) and cannot stack them."""
+
+    def check(self, args: Any, others: Sequence[str]) -> None:
+        """Refuse what cannot be had: raise ConfigError naming the flag. `others` are the names of the other families."""
+
+    def layer_spec(self, layer: int, spec: Any) -> Any:
+        """The module spec that decoder layer `layer` is to be built from, given Megatron's; must stay picklable."""
+        return spec
+
+    def attach(self, layer: int, module: Any) -> None:
+        """Dress a decoder layer that was just built: hooks, buffers, submodules."""
+
+    def begin(self, job: Job, step: int, state: Any) -> None:
+        """Model and optimizer exist, nothing is loaded yet. `step` iterations are finished; `state` is what `state()` gave
+        when the checkpoint was written that is about to be loaded, None in a fresh run or where it has none."""
+
+    def start(self, step: int) -> None:
+        """Weights are final and the first step (`step` + 1) is about to begin."""
+
+    def before_step(self, step: int) -> None:
+        """Step `step` (1-based) begins."""
+
+    def after_gradients(self, step: int) -> None:
+        """The gradients of step `step` are complete and reduced; norm, clipping and optimizer come next."""
+
+    def at_boundary(self, step: int) -> Sequence[Change]:
+        """Step `step` is over and the next has not begun: change the model now. Returns what was changed."""
+        return ()
+
+    def cost_changes(self) -> tuple[int, ...]:
+        """Finished iterations after which costs are known to change, ascending; asked once, before the model is built."""
+        return ()
+
+    def state(self) -> Any:
+        """What `begin` needs to go on from here: small, the same on every rank, and plain data (numbers, strings, and lists,
+        tuples and dicts of them), since checkpoints are loaded without trusting classes. Never mutate one given out."""
+        return None
+
+    def notes(self, layer: int) -> Mapping[str, Any]:
+        """JSON-ready facts on a local layer for the report of a round."""
+        return {}

@@ -48,6 +48,10 @@ class Saved:
     """Whether layers are keyed by their number within a stage (format torch) and not by their number in the model."""
     optimizer_format: str | None
     """How a distributed optimizer's state is cut, in Megatron's word; None where no distributed optimizer was saved."""
+    iteration: int = 0
+    """Iterations that were finished when it was written; 0 for a release."""
+    args: Any = None
+    """Megatron's arguments of the run that wrote it; None where it does not hold them."""
 
     @property
     def where(self) -> str:
@@ -87,7 +91,22 @@ def read(args: Any, load_arg: str = "load") -> Saved | None:
         layout=_layout_of(saved_args),
         stage_numbering=kind is not checkpointing.CheckpointType.GLOBAL,
         optimizer_format=None if release else _optimizer_format(state, saved_args),
+        iteration=0 if release else int(state.get("iteration") or 0),
+        args=saved_args,
     )
+
+
+def saved_state(args: Any, load_arg: str, name: str) -> tuple[int, dict[str, Any]]:
+    """(finished iterations, the mapping that was kept as attribute `name`) of the checkpoint about to be loaded.
+
+    (0, {}) where there is none, or where Megatron will take its weights only and begin anew. All ranks must call.
+    """
+    if args.finetune or _takes_pretrained(args, load_arg):
+        return 0, {}
+    saved = read(args, load_arg)
+    if saved is None:
+        return 0, {}
+    return saved.iteration, dict(getattr(saved.args, name, None) or {})
 
 
 def continue_at_saved_layout(args: Any, flags: Layout, *, wanted: bool | None) -> str | None:

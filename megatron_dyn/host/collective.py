@@ -3,6 +3,7 @@
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_dyn.ports import CollectiveTimeout, JobError
@@ -32,11 +33,23 @@ class GlooCollective:
         try:
             dist.all_gather_object(values, (what, value), group=self.group)
         except RuntimeError as error:
-            raise CollectiveTimeout(
-                f"rank {self.rank}: {what}: a rank did not answer within {self._timeout_seconds:g} s or is gone: {error}"
-            ) from error
+            raise self._gone(what, error) from error
         meetings = sorted({meeting for meeting, _ in values})
         if meetings != [what]:
             # Ranks decided differently: what they sent must not be taken for answers to each other.
             raise JobError(f"rank {self.rank}: ranks are at different points of a round: {'; '.join(meetings)}")
         return [value for _, value in values]
+
+    def sum_counts(self, counts: torch.Tensor, what: str) -> torch.Tensor:
+        """The elementwise sum of an int64 CPU tensor over all ranks; all must call with the same shape and `what`."""
+        total = counts.clone()
+        try:
+            dist.all_reduce(total, group=self.group)
+        except RuntimeError as error:
+            raise self._gone(what, error) from error
+        return total
+
+    def _gone(self, what: str, error: Exception) -> CollectiveTimeout:
+        return CollectiveTimeout(
+            f"rank {self.rank}: {what}: a rank did not answer within {self._timeout_seconds:g} s or is gone: {error}"
+        )

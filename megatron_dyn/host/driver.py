@@ -43,8 +43,27 @@ class Rounds(Protocol):
     def after_step(self, step: int, seconds: float) -> None:
         """Iteration `step` took `seconds`."""
 
+    def costs_changed(self) -> None:
+        """Layers cost something else from now on."""
+
     def at_boundary(self, step: int) -> None:
         """Layers may move now."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Life(Protocol):
+    """What the dynamic families do in a step; DynamicLife implements it."""
+
+    def start(self, model: list[Any], optimizer: Any, step: int) -> None:
+        """Training starts after iteration `step`."""
+
+    def before_step(self, step: int) -> None:
+        """Iteration `step` begins."""
+
+    def at_boundary(self, step: int) -> bool:
+        """The model may change now; returns whether layers cost something else from now on."""
 
     def close(self) -> None:
         """The run is over."""
@@ -70,11 +89,14 @@ class JobDriver:
         layout_text: str,
         make_rounds: Callable[[list[Any], Any], Rounds] | None,
         open_losses: Callable[[], Losses] | None,
+        life: Life | None = None,
     ) -> None:
         """`make_rounds(model, optimizer)` is called on all ranks once both exist; None: no moves in this run.
 
-        `open_losses` is called on the one rank that holds the loss; None: losses are not recorded.
+        `open_losses` is called on the one rank that holds the loss; None: losses are not recorded. `life` is that of the
+        dynamic families; None: the model does not change.
         """
+        self._life = life
         self._args, self._layout_text = args, layout_text
         self._make_rounds, self._open_losses = make_rounds, open_losses
         self._rounds: Rounds | None = None
@@ -104,7 +126,7 @@ class JobDriver:
                 wrap=self._around_step,
             ),
         ]
-        if self._make_rounds is not None:
+        if self._make_rounds is not None or self._life is not None:
             rows.append(
                 Seam(
                     target=f"{_TRAINING}:post_training_step_callbacks",
@@ -122,6 +144,8 @@ class JobDriver:
             try:
                 if self._open_losses is not None and _holds_the_loss():
                     self._losses = self._open_losses()
+                if self._life is not None:
+                    self._life.start(model, optimizer, self._args.iteration)
                 if self._make_rounds is not None:
                     self._rounds = self._make_rounds(model, optimizer)
                     self._rounds.begin(self._args.iteration)
@@ -139,6 +163,8 @@ class JobDriver:
         def train_step(*args: Any, **kwargs: Any) -> Any:
             # Megatron counts the steps done before this one; its counter also moves when it skips iterations.
             step = kwargs["iteration"] + 1 if "iteration" in kwargs else self._args.curr_iteration + 1
+            if self._life is not None:
+                self._life.before_step(step)
             layout = self._rounds.layout_text if self._rounds else self._layout_text
             if self._rounds is not None:
                 self._rounds.before_step(step)
@@ -166,7 +192,10 @@ class JobDriver:
             model: Any, optimizer: Any, opt_param_scheduler: Any, iteration: int, *args: Any, **kwargs: Any
         ) -> Any:
             result = original(model, optimizer, opt_param_scheduler, iteration, *args, **kwargs)
+            changed = self._life is not None and self._life.at_boundary(iteration)
             if self._rounds is not None:
+                if changed:
+                    self._rounds.costs_changed()
                 self._rounds.at_boundary(iteration)
             return result
 
@@ -175,7 +204,7 @@ class JobDriver:
     def _close(self) -> None:
         rounds, losses = self._rounds, self._losses
         self._rounds = self._losses = None
-        for open_thing in (rounds, losses):
+        for open_thing in (rounds, losses, self._life):
             try:
                 if open_thing is not None:
                     open_thing.close()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_dyn.host.optimizer import Membership, ParameterState
+from megatron_dyn.host.parking import PARKED, parked_child
 from megatron_dyn.migrate import CodecError, Key, LayerState
 
 _EXTRA_SUFFIX = "_extra_state"
@@ -56,7 +57,7 @@ def export_layer(
         if state.main is not None:
             tensors[Key("main", name)] = state.main.detach()
         tensors |= {Key(f"optimizer:{moment}", name): value for moment, value in state.tensors.items()}
-    tensors |= {Key("buffer", name): buffer for name, buffer in module.named_buffers()}
+    tensors |= {Key("buffer", name): buffer.to(device) for name, buffer in module.named_buffers()}
     tensors |= {Key("extra", name): value for name, value in _extra_states(module, device).items()}
     return LayerState(layer=layer, tensors=tensors, scalars=scalars)
 
@@ -80,7 +81,12 @@ def load_layer(module: torch.nn.Module, state: LayerState) -> dict[torch.Tensor,
             raise CodecError(f"layer {state.layer}: parameter {name}: {told}")
         if trainable.membership is not None:
             optimizer[parameter] = _optimizer_state(left, state.layer, name, parameter, trainable)
+    parked = {key.name for key in left if key.kind == "buffer" and key.name.startswith(f"{PARKED}.")}
+    if parked:
+        parked_child(module, {name: left.pop(Key("buffer", name)) for name in sorted(parked)})
     for name, buffer in module.named_buffers():
+        if name in parked:
+            continue
         # Megatron keeps some buffers in fp32 whatever the model is in, but converts them only as it trains.
         _adopt(left, state.layer, Key("buffer", name), buffer, any_dtype=True)
     extra = {key.name: left.pop(key) for key in list(left) if key.kind == "extra"}

@@ -91,6 +91,14 @@ class ListEditor:
         """The states of all local parameters; see `export`."""
         return {parameter: self._describe(parameter, *member) for parameter, member in self._members().items()}
 
+    @torch.no_grad()
+    def silence(self, masks: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Clear main parameters and moments of local parameters wherever their mask (bool, same shape) is False."""
+        for parameter, state in self.export(parameter for parameter in masks if parameter.requires_grad).items():
+            for tensor in (state.main, *state.tensors.values()):
+                if tensor is not None:
+                    tensor.mul_(masks[parameter])
+
     def edit(
         self,
         *,

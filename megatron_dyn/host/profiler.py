@@ -1,5 +1,7 @@
 """The host's side of measuring: implements controller.Profiler with hooks, a clock and tensor sizes."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -18,8 +20,19 @@ from megatron_dyn.measure import Footprint, Position, Recorder, StepReading
 class MegatronProfiler:
     """One per rank."""
 
-    def __init__(self, stage: StageModel, editor: Editor, optimizer: Any) -> None:
-        """`optimizer` is the job's MegatronOptimizer, `editor` the one bound to it."""
+    def __init__(
+        self,
+        stage: StageModel,
+        editor: Editor,
+        optimizer: Any,
+        *,
+        notes: Callable[[int], Mapping[str, Any]] = lambda layer: {},
+    ) -> None:
+        """`optimizer` is the job's MegatronOptimizer, `editor` the one bound to it.
+
+        `notes(layer)` is what the dynamic families have to say on a local layer.
+        """
+        self._notes = notes
         clock = CudaEventClock() if stage.device.type == "cuda" else PerfCounterClock()
         self._stage, self._editor = stage, editor
         self._recorder = Recorder(clock)
@@ -55,7 +68,9 @@ class MegatronProfiler:
 
     def footprint(self) -> Footprint:
         """See controller.Profiler."""
-        return footprint(self._stage, self._editor, self._meter.bytes_by_slot if self._meter else {})
+        weighed = footprint(self._stage, self._editor, self._meter.bytes_by_slot if self._meter else {})
+        told = {layer: self._notes(layer) for layer in self._stage.layers}
+        return replace(weighed, notes={layer: notes for layer, notes in told.items() if notes})
 
     def layout_changed(self) -> None:
         """See controller.Profiler."""

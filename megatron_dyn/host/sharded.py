@@ -51,6 +51,18 @@ class ShardEditor:
                     )
         return states
 
+    @torch.no_grad()
+    def silence(self, masks: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Clear main parameters and moments, as far as they are here, wherever the mask of the whole parameter is False."""
+        ranges = self.ranges()
+        for parameter, state in self.states().items():
+            if parameter in masks:
+                start, end = ranges[parameter]
+                piece = masks[parameter].view(-1)[start:end]
+                for tensor in (state.main, *state.tensors.values()):
+                    if tensor is not None:
+                        tensor.mul_(piece)
+
     def let_go(self) -> None:
         """Drop every reference to buffers and shards, so that they are freed when their last user goes."""
         for wrapper in self._real():

@@ -6,15 +6,18 @@ content changes. Layers are known by their global 0-based id, which is Megatron'
 
 import inspect
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     get_cuda_rng_tracker,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.spec_utils import build_module
 
@@ -27,8 +30,14 @@ from megatron_dyn.records import Layout
 class StageModel:
     """One per rank, bound to the model chunks of the job."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """`chunks` is the list `setup_model_and_optimizer` returned. Raises StageError for what cannot be edited."""
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], *, dress: Callable[[int, torch.nn.Module], None] | None = None
+    ) -> None:
+        """`chunks` is the list `setup_model_and_optimizer` returned. Raises StageError for what cannot be edited.
+
+        `dress(layer, module)` is applied to every layer that is built here, as it was to those Megatron built.
+        """
+        self._dress = dress
         self.chunks = [ModelChunk(chunk, index) for index, chunk in enumerate(chunks)]
         self.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         self._specs = {layer: spec for chunk in self.chunks for layer, spec in chunk.specs.items()}
@@ -91,6 +100,9 @@ class StageModel:
                 vp_stage=block.vp_stage,
                 **options,
             )
+            _mark_slices(module)
+            if self._dress is not None:
+                self._dress(layer, module)
         for parameter in module.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if config.bf16 or config.fp16:
@@ -134,6 +146,21 @@ def share_specs(stage: StageModel, collective: Collective) -> None:
         # Written by a peer rank of this very job a moment ago, so its pickle is as trusted as the job itself.
         specs |= pickle.loads(other)
     stage.learn_specs(specs)
+
+
+def _mark_slices(module: torch.nn.Module) -> None:
+    """Say of every weight of a parallel linear layer that it is a slice, as 0.17 does only where it also initialises it.
+
+    Otherwise the norm of gradients would count that of one tensor-parallel rank alone.
+    """
+    for part in module.modules():
+        if not isinstance(part, ColumnParallelLinear | RowParallelLinear):
+            continue
+        if part.weight is not None and not hasattr(part.weight, "tensor_model_parallel"):
+            dimension = 0 if isinstance(part, ColumnParallelLinear) else 1
+            # The bias of a cut output is marked anyway.
+            stride = getattr(part.bias, "partition_stride", 1)
+            set_tensor_model_parallel_attributes(part.weight, is_parallel=True, dim=dimension, stride=stride)
 
 
 @contextmanager

@@ -163,6 +163,17 @@ def check_support(args: Any) -> None:
         raise ConfigError(refusal(used))
 
 
+def check_dynamic(args: Any, names: Sequence[str]) -> None:
+    """Raise ConfigError naming every flag under which the plugin cannot edit model and optimizer of a job.
+
+    `names` are those of the families that want to. A single pipeline stage is no hindrance.
+    """
+    used = [limit for limit in LIMITS if limit.used(args) and not limit.flag.startswith("--pipeline-model-parallel-size")]
+    if used:
+        flags = "/".join(f"--dyn-{name}" for name in names)
+        raise ConfigError(f"{flags}: the model cannot change while it trains with {_told(used)}; drop it or the --dyn flags")
+
+
 def check_measurable(layout: Layout) -> None:
     """Raise ConfigError for a layout whose costs cannot be told apart. Call it only when layers move by measurement."""
     for index, chunk in enumerate(layout.chunks):

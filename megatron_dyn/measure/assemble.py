@@ -4,7 +4,8 @@ Both directions are pure. Over replicas of a stage the largest reading counts: a
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_dyn.measure.recorder import Kind, Slot
 from megatron_dyn.measure.window import Window
@@ -34,6 +35,8 @@ class Footprint:
     layers: Mapping[int, Cost]
     embedding: Cost
     head: Cost
+    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What the dynamic families say on the layers here."""
 
 
 def make_sample(position: Position, window: Window, footprint: Footprint, *, iteration: int, step_seconds: float) -> Sample:
@@ -64,6 +67,7 @@ def make_sample(position: Position, window: Window, footprint: Footprint, *, ite
         readings=tuple(
             tuple(sum(seconds_of(reading.seconds, Kind.LAYER, layer)) for layer in position.layers) for reading in window
         ),
+        notes=tuple(footprint.notes.items()),
     )
 
 
@@ -106,6 +110,7 @@ def assemble(samples: Sequence[Sample], layout: Layout) -> Snapshot:
         step_seconds=max(sample.step_seconds for sample in samples),
         num_microbatches=samples[0].num_microbatches,
         readings=_readings(samples, layout.num_layers),
+        notes=_notes(samples, layout.num_layers),
     )
 
 
@@ -120,6 +125,14 @@ def _readings(samples: Sequence[Sample], num_layers: int) -> tuple[tuple[float, 
                 seconds[layer] = max(seconds[layer], value)
         steps.append(tuple(seconds))
     return tuple(steps)
+
+
+def _notes(samples: Sequence[Sample], num_layers: int) -> tuple[Mapping[str, Any], ...]:
+    """By layer: what its replica with the lowest rank says; empty when nobody says anything."""
+    told: dict[int, Mapping[str, Any]] = {}
+    for sample in sorted(samples, key=lambda sample: -sample.global_rank):
+        told |= dict(sample.notes)
+    return tuple(told.get(layer, {}) for layer in range(num_layers)) if told else ()
 
 
 def _largest(costs: Sequence[Cost]) -> Cost:

@@ -18,15 +18,16 @@ class Cadence:
     cooldown_steps: int
     """Steps after a move during which `auto` starts no round."""
 
-    def wants_sample(self, step: int, *, warm: bool) -> bool:
+    def wants_sample(self, step: int, *, warm: bool, eager: bool = False) -> bool:
         """Whether step `step` (1-based) is to be measured; `warm` says that the warm-up after the last change is over.
 
-        `auto` samples one step in `interval_steps`, the other modes the last `window_samples` steps before a round.
+        `auto` samples one step in `interval_steps`, or every step while `eager` (costs are known to have changed a moment
+        ago), the other modes the last `window_samples` steps before a round.
         """
         if not self.policy.active or not warm:
             return False
         if self.policy.mode is RebalanceMode.AUTO:
-            return is_sampled(step, self.measure.interval_steps)
+            return eager or is_sampled(step, self.measure.interval_steps)
         upcoming = self._next_scheduled(step)
         return upcoming is not None and upcoming - step < self.measure.window_samples
 

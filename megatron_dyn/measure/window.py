@@ -99,6 +99,11 @@ class StepTimes:
         self._sampled.clear()
         self._num_seen = 0
 
+    def forget(self) -> None:
+        """Layers cost something else now, on the same layout: nothing has to warm up again."""
+        self._plain.clear()
+        self._sampled.clear()
+
     def __len__(self) -> int:
         """Steps that count."""
         return len(self._plain or self._sampled)

@@ -5,8 +5,10 @@ All layer ids are global and 0-based; all times are seconds per micro-batch unle
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from megatron_dyn.records.layout import Layout
 
@@ -69,6 +71,8 @@ class Sample:
     """Per step, from the start of the schedule to the end of the optimizer; steps that were not sampled."""
     readings: tuple[tuple[float, ...], ...] = ()
     """By sampled step, oldest first: seconds of each of `layers` in that step alone."""
+    notes: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    """(layer id, what the dynamic families say on it, by family), of layers on which they say anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,8 @@ class Snapshot:
     num_microbatches: int
     readings: tuple[tuple[float, ...], ...] = ()
     """By sampled step, oldest first: seconds of each layer, by global id, in that step alone; empty when not kept."""
+    notes: tuple[Mapping[str, Any], ...] = ()
+    """By global layer id: what the dynamic families say on it, by family; empty where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,12 @@ def _flatten_snapshot(snapshot: Snapshot) -> dict[str, Any]:
         "step_seconds": snapshot.step_seconds,
         "num_microbatches": snapshot.num_microbatches,
         "other_seconds": snapshot.other_seconds,
-        "layers": [{"layer": layer} | _flatten_cost(cost) for layer, cost in enumerate(snapshot.layers)],
+        "layers": [
+            {"layer": layer} | _flatten_cost(cost) | ({"dynamics": dict(notes)} if notes else {})
+            for layer, (cost, notes) in enumerate(
+                zip(snapshot.layers, snapshot.notes or ({},) * len(snapshot.layers), strict=True)
+            )
+        ],
         "embedding": _flatten_cost(snapshot.embedding),
         "head": _flatten_cost(snapshot.head),
         "stages": [

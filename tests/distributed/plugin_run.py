@@ -27,6 +27,8 @@ class Run:
 
     losses: list[dict[str, Any]]
     rounds: list[dict[str, Any]]
+    changes: list[dict[str, Any]]
+    """What dynamic families did."""
     state: dict[str, dict[str, Any]]
     """By global parameter name: digests of parameter, main parameter and moments, learning rate, weight decay; buffers."""
     consumed_samples: int
@@ -49,6 +51,7 @@ def run(world_size: int, *, timeout_seconds: float = 150.0, extra: Sequence[str]
         return Run(
             losses=read_lines(Path(folder) / "losses.jsonl"),
             rounds=read_lines(Path(folder) / "rounds.jsonl"),
+            changes=read_lines(Path(folder) / "dynamics.jsonl"),
             state=merge([dump["state"] for dump in dumps]),
             consumed_samples=dumps[0]["consumed_samples"],
             footings=[dump["footings"] for dump in dumps],

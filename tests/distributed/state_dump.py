@@ -83,8 +83,13 @@ def _names(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 def _buffers(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     for unit, module in _units(model):
-        if unit.startswith("layer"):
-            yield from ((f"{unit} {name}", buffer) for name, buffer in module.named_buffers())
+        if not unit.startswith("layer"):
+            continue
+        parameters = dict(module.named_parameters())
+        for name, buffer in module.named_buffers():
+            # What a layer carries for a parameter (mask, parked moment) goes by its name, and is cut as it is.
+            parameter = parameters.get(name.rpartition(".")[2].replace("/", "."))
+            yield f"{unit} {name}" + (f" {_coordinate(parameter)}" if "/" in name and parameter is not None else ""), buffer
 
 
 def _units(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -76,6 +76,8 @@ class Job:
         self.forced = config.forced_layouts(built=self.layout)
         self.controllers = [self.controller(rank) for rank in ranks]
         self.trace = [[] for _ in ranks]
+        self.told_at = ()
+        """Boundaries at which every controller is told that costs have changed."""
 
     def controller(self, rank, forced=None):
         crew = Crew(
@@ -112,6 +114,8 @@ class Job:
             controller.before_step(step)
             hooks = self.hook_seconds if self.profilers[rank].running else 0.0
             controller.after_step(step, self.step_seconds(step, controller.layout) + hooks)
+            if step in self.told_at:
+                controller.costs_changed()
             controller.at_boundary(step)
         if close:
             controller.close()

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_dyn.args import GROUP_TITLE, add_dyn_args, compose_providers, config_from_args
 from megatron_dyn.config import ConfigError, DynConfig, ForcedLayout, RebalanceMode, TransportKind
+from megatron_dyn.dynamics import add_family_flags
 
 
 def parse(*words):
@@ -85,7 +86,10 @@ def test_every_flag_reaches_its_place(words, place, expected):
 def test_no_flag_is_without_a_test_of_its_place():
     # --dyn-device is read by the entry script before there is a config.
     tested = {word for words, _, _ in PLACES for word in words.split() if word.startswith("--dyn-")}
-    assert flags_of(add_dyn_args(argparse.ArgumentParser())) - tested == {"--dyn-device"}
+    families = argparse.ArgumentParser()
+    # Tested family by family, in tests/unit/dynamics.
+    add_family_flags(families)
+    assert flags_of(add_dyn_args(argparse.ArgumentParser())) - flags_of(families) - tested == {"--dyn-device"}
 
 
 def test_without_flags_the_defaults_are_those_of_the_config_and_nothing_is_on():

@@ -81,6 +81,30 @@ class TestAuto:
         assert moves_with() == moves_with(cost_changes_at=(400,)) == 1
         assert moves_with(cost_changes_at=tuple(range(2, 40, 2))) == 0
 
+    def test_after_a_known_change_of_costs_every_step_is_sampled_until_the_round_and_no_cooldown_holds_it_back(self):
+        def costs(step, layer):
+            return HEAVY if layer == (7 if step <= 20 else 0) else LIGHT
+
+        job = Job(config_of("auto", interval=4, window=3, cooldown=100), costs=costs)
+        job.told_at = (20,)
+        job.run(30)
+        assert [step for step in job.profilers[0].sampled_steps if step > 20][:3] == [21, 22, 23]
+        first, second = job.commits()
+        assert (first.iteration < 20, second.iteration) == (True, 23)
+        assert second.snapshot.layers[0].seconds > 2 * second.snapshot.layers[7].seconds
+
+    def test_the_line_of_a_move_is_completed_before_costs_change_and_then_left_alone(self):
+        def costs(step, layer):
+            return LIGHT * (10 if step > 12 else 1) * (5 if layer == 7 else 1)
+
+        job = Job(config_of("auto", interval=1, window=3, warmup=0, cooldown=100), costs=costs)
+        job.told_at = (12,)
+        job.run(30)
+        (commit, *_) = job.commits()
+        assert commit.iteration < 9
+        assert [report.measured_after_seconds for report in job.sink.written if report.round == commit.round][0] is None
+        assert commit.measured_after_seconds == pytest.approx(job.step_seconds(12, Layout.parse(commit.layout_after, 2)))
+
     def test_no_step_of_the_warmup_after_start_or_move_is_sampled(self):
         job = Job(config_of("auto", interval=1, warmup=3, cooldown=0), costs=heavy_last_layer).run(20)
         (commit,) = job.commits()

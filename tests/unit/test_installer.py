@@ -16,7 +16,7 @@ MOVES = {"layout_at": (ForcedLayout(iteration=1, text="Et|tttL"),), "exact_grad_
 @pytest.fixture
 def args(monkeypatch):
     """A job with dropout whose layers can move; the training loop is not hooked into."""
-    monkeypatch.setattr(installer, "_driver", lambda _args, _config, _layout: SimpleNamespace(rows=list))
+    monkeypatch.setattr(installer._Workshop, "driver", lambda _self, _layout: SimpleNamespace(rows=list))
     return SimpleNamespace(
         pipeline_model_parallel_size=2,
         pipeline_model_parallel_layout="Et|tttL",

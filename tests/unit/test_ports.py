@@ -7,12 +7,14 @@ import pytest
 from megatron_dyn import controller, ports
 from megatron_dyn.host.clock import CudaEventClock, PerfCounterClock
 from megatron_dyn.host.collective import GlooCollective
+from megatron_dyn.host.dynamic_job import MegatronJob
 from megatron_dyn.host.memory import PeakMemory
 from megatron_dyn.host.profiler import MegatronProfiler
 from megatron_dyn.host.store import MegatronLayerStore
 from megatron_dyn.migrate import MemoryTransport, ProcessGroupTransport, Source
 from megatron_dyn.migrate.transport import Mailbox
 from megatron_dyn.report import JsonlSink, TableSink
+from megatron_dyn.testing.dynamics import FakeJob, RecordingDynamic
 from megatron_dyn.testing.fakes import FakeClock, FakePeakMemory, FakeProfiler, MemoryStore, RecordingSink
 from megatron_dyn.testing.threads import ThreadCollective, ThreadMailbox, ThreadWorld
 
@@ -34,6 +36,9 @@ IMPLEMENTATIONS = [
     (ports.Sink, RecordingSink),
     (ports.Sink, JsonlSink),
     (ports.Sink, TableSink),
+    (ports.Job, FakeJob),
+    (ports.Job, MegatronJob),
+    (ports.Dynamic, RecordingDynamic),
     (controller.Profiler, FakeProfiler),
     (controller.Profiler, MegatronProfiler),
 ]
@@ -41,7 +46,8 @@ IMPLEMENTATIONS = [
 
 def members(protocol):
     """The public methods and properties that a Protocol asks for."""
-    return {name: value for name, value in vars(protocol).items() if not name.startswith("_") and value is not None}
+    asked = {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
+    return {name: value for name, value in asked.items() if callable(value) or isinstance(value, property)}
 
 
 def misfits(protocol, implementation):

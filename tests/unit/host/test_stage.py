@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from megatron_dyn.host.chunk import StageError
-from megatron_dyn.host.stage import StageModel, share_specs
+from megatron_dyn.host.stage import StageModel, _mark_slices, share_specs
 from megatron_dyn.ports import JobError
 from megatron_dyn.records import Layout
 from megatron_dyn.testing.threads import ThreadCollective, ThreadWorld
@@ -146,3 +147,19 @@ class TestLayers:
         stage = stage_of([0, 1], [4], pp_rank=pp_rank)
         chunks = stage.touched(self.BEFORE, Layout.contiguous(after, num_stages=2))
         assert [chunk.index for chunk in chunks] == touched
+
+
+@pytest.mark.parametrize(("kind", "dimension"), [(ColumnParallelLinear, 0), (RowParallelLinear, 1)])
+def test_weights_that_are_built_without_values_are_marked_as_slices(kind, dimension):
+    """As megatron-core 0.17 leaves them: without the mark the gradient norm counts one tensor-parallel rank alone."""
+    linear = kind.__new__(kind)
+    torch.nn.Module.__init__(linear)
+    linear.weight, linear.bias = torch.nn.Parameter(torch.ones(2, 2)), None
+    _mark_slices(torch.nn.Sequential(linear, torch.nn.Linear(2, 2)))
+    assert (linear.weight.tensor_model_parallel, linear.weight.partition_dim) == (True, dimension)
+    # What Megatron has marked itself stays as it is, and a layer that gets its weight from elsewhere has none to mark.
+    linear.weight.tensor_model_parallel = False
+    _mark_slices(linear)
+    assert not linear.weight.tensor_model_parallel
+    linear.weight = None
+    _mark_slices(linear)

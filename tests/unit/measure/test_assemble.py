@@ -170,3 +170,12 @@ class TestAssemble:
 
     def test_what_cannot_be_assembled_ends_the_job_in_one_line(self):
         assert issubclass(AssembleError, ports.JobError)
+
+
+def test_what_families_say_on_a_layer_comes_from_the_lowest_rank_that_says_anything():
+    first, *others = two_replicas()
+    assert assemble([first, *others], LAYOUT).notes == ()
+    told = [replace(other, notes=tuple((layer, {"rank": other.global_rank}) for layer, _ in other.layers)) for other in others]
+    assert assemble([first, *told], LAYOUT).notes == ({"rank": 1}, {"rank": 1}, {"rank": 2})
+    only_last = [first, others[0], *told[1:]]
+    assert assemble(only_last, LAYOUT).notes == ({}, {}, {"rank": 2})

@@ -38,6 +38,15 @@ def test_nothing_is_sampled_in_the_warm_up(policy):
     assert cadence_of(policy, interval=1).wants_sample(1, warm=True)
 
 
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("auto", list(range(1, 21))), ("every:10", [8, 9, 10, 18, 19, 20]), ("off", [])]
+)
+def test_costs_that_have_just_changed_are_sampled_in_every_step_where_the_round_waits_for_them(policy, expected):
+    cadence = cadence_of(policy)
+    assert [step for step in range(1, 21) if cadence.wants_sample(step, warm=True, eager=True)] == expected
+    assert not cadence.wants_sample(10, warm=False, eager=True)
+
+
 def test_off_does_nothing():
     assert sampled(cadence_of("off", interval=1), 20) == []
     assert not due(cadence_of("off"), 10)

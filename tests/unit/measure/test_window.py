@@ -126,6 +126,17 @@ def test_only_the_newest_steps_count(sampled):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
+def test_forgotten_times_need_no_new_warmup(sampled):
+    times = StepTimes(warmup_steps=1)
+    for seconds in (9.0, 4.0):
+        times.add(seconds, sampled=sampled)
+    times.forget()
+    assert (times.median_seconds, len(times), times.warm) == (None, 0, True)
+    times.add(2.0, sampled=sampled)
+    assert times.median_seconds == 2.0
+
+
+@pytest.mark.parametrize("sampled", [False, True])
 def test_no_warmup_is_warm_at_once(sampled):
     times = StepTimes(warmup_steps=0)
     assert times.warm

@@ -1,6 +1,7 @@
 """Flatten: a round as plain data with stable keys."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +44,13 @@ def test_the_keys_are_those_of_the_schema_and_a_snapshot_adds_its_own():
     assert line.keys() == ROUND_KEYS | SNAPSHOT_KEYS
     assert line["embedding"].keys() == line["head"].keys() == COST_KEYS
     assert [row.keys() for row in line["layers"]] == [COST_KEYS | {"layer"}] * 3
+
+
+def test_what_families_say_stands_with_its_layer():
+    quiet = committed_round()
+    notes = ({"prune": {"sparsity": 0.5}}, {}, {})
+    line = flatten(replace(quiet, snapshot=replace(quiet.snapshot, notes=notes)))
+    assert [row.get("dynamics") for row in line["layers"]] == [{"prune": {"sparsity": 0.5}}, None, None]
 
 
 def test_a_round_survives_json():
