@@ -6,8 +6,9 @@ schedule has to be told.
 
 from dataclasses import dataclass, replace
 
-from megatron_dyn.cli.freeze import FreezeSchedule, frozen_costs
+from megatron_dyn.cli.freeze import frozen_costs
 from megatron_dyn.config import DecideConfig
+from megatron_dyn.dynamics.freezing.schedule import FreezeSchedule
 from megatron_dyn.plan import MoveHistory, decide
 from megatron_dyn.plan.workload import Workload
 from megatron_dyn.records import Cost, Layout, NoChange, Plan, Snapshot

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megatron_dyn.cli.document import read_text
 from megatron_dyn.cli.errors import InputError
-from megatron_dyn.cli.freeze import FreezeSchedule, unit_layers
+from megatron_dyn.cli.freeze import parse_schedule, unit_layers
 from megatron_dyn.cli.freeze_rounds import freeze_rounds
 from megatron_dyn.cli.jobs import check_operations
 from megatron_dyn.cli.output import countdown, warn, write_json
@@ -111,7 +111,7 @@ def _trace(args: argparse.Namespace) -> Trace:
 def _freeze(args: argparse.Namespace) -> Freezing:
     timing = _timing(args, unsupported=("mtp", "speeds", "uncut", "p2p_seconds"))
     layers = timing.layers if timing else unit_layers(_num_layers(args))
-    schedule = FreezeSchedule.parse(args.freeze_schedule, num_layers=len(layers))
+    schedule = parse_schedule(args.freeze_schedule, num_layers=len(layers))
     layout = _start(args, len(layers), timing.layout if timing else None)
     num_microbatches = args.micro_batches or (timing.num_microbatches if timing else None) or DEFAULT_MICROBATCHES
     workload = Workload(layers=layers, num_microbatches=num_microbatches)

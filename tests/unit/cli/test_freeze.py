@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dyn.cli.freeze import FreezeSchedule, frozen_costs, unit_layers
+from megatron_dyn.cli.freeze import frozen_costs, parse_schedule, unit_layers
 from megatron_dyn.config import ConfigError
 from megatron_dyn.records import Cost
 
@@ -14,7 +14,7 @@ def seconds(costs):
 
 
 def test_c9_steps_and_what_is_frozen_between_them():
-    schedule = FreezeSchedule.parse(C9, num_layers=24)
+    schedule = parse_schedule(C9, num_layers=24)
     assert schedule.steps == (0, 10, 50, 100, 200)
     first, middle, late = set(range(8)), set(range(8, 16)), set(range(16, 20))
     for step, frozen in ((0, first), (9, first), (10, first | late), (50, first | middle | late), (99, first | middle | late)):
@@ -25,7 +25,7 @@ def test_c9_steps_and_what_is_frozen_between_them():
 
 
 def test_short_forms_and_overlaps():
-    schedule = FreezeSchedule.parse('{"0-3": 20, "2-5": [10, 30], "7": -1}', num_layers=8)
+    schedule = parse_schedule('{"0-3": 20, "2-5": [10, 30], "7": -1}', num_layers=8)
     assert schedule.frozen(0) == {0, 1, 2, 3, 7}
     assert schedule.frozen(15) == {0, 1, 2, 3, 4, 5, 7}
     assert schedule.frozen(25) == {2, 3, 4, 5, 7}
@@ -56,7 +56,7 @@ def test_short_forms_and_overlaps():
 )
 def test_bad_schedules_are_refused_by_name(text, told):
     with pytest.raises(ConfigError, match=f"^--freeze-schedule: {told}"):
-        FreezeSchedule.parse(text, num_layers=24)
+        parse_schedule(text, num_layers=24)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_bad_schedules_are_refused_by_name(text, told):
 )
 def test_what_is_no_json_is_refused(text, told):
     with pytest.raises(ConfigError, match=f"^--freeze-schedule{told}"):
-        FreezeSchedule.parse(text, num_layers=24)
+        parse_schedule(text, num_layers=24)
 
 
 def test_a_frozen_prefix_computes_no_backward():
@@ -96,6 +96,6 @@ def test_what_a_frozen_layer_loses_and_keeps():
 
 
 def test_whole_floats_are_steps():
-    read = FreezeSchedule.parse('{"0": [1.0, 5.0], "1": 7.0}', num_layers=2)
-    assert read == FreezeSchedule.parse('{"0": [1, 5], "1": 7}', num_layers=2)
+    read = parse_schedule('{"0": [1.0, 5.0], "1": 7.0}', num_layers=2)
+    assert read == parse_schedule('{"0": [1, 5], "1": 7}', num_layers=2)
     assert all(type(step) is int for step in read.steps)

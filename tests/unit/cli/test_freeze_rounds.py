@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_dyn.cli import freeze_rounds as freeze_rounds_module
-from megatron_dyn.cli.freeze import FreezeSchedule, unit_layers
+from megatron_dyn.cli.freeze import parse_schedule, unit_layers
 from megatron_dyn.cli.freeze_rounds import freeze_rounds
 from megatron_dyn.config import DecideConfig
 from megatron_dyn.plan import decide
@@ -25,7 +25,7 @@ def rounds_of(text, *, counts=(6, 6, 6, 6), num_steps=1000, train_embedding=Fals
         for cost in unit_layers(num_layers)
     )
     return freeze_rounds(
-        FreezeSchedule.parse(text, num_layers=num_layers),
+        parse_schedule(text, num_layers=num_layers),
         Workload(layers=layers, num_microbatches=16, **more),
         Layout.contiguous(counts),
         config or DecideConfig(),
@@ -103,7 +103,7 @@ def test_virtual_stages_have_what_every_chunk_computes(monkeypatch):
     monkeypatch.setattr(freeze_rounds_module, "decide", lambda *args, **kwargs: seen.append(args[0]) or decide(*args, **kwargs))
     layout = Layout.contiguous([2, 2, 2, 2], num_stages=2)
     workload = Workload(layers=unit_layers(8), num_microbatches=8, other_seconds=0.5)
-    schedule = FreezeSchedule.parse('{"0-1": 5}', num_layers=8)
+    schedule = parse_schedule('{"0-1": 5}', num_layers=8)
     (only, *_) = freeze_rounds(schedule, workload, layout, DecideConfig(), num_steps=1000, train_embedding=False)
     assert workload_of(seen[0]).other_seconds == 0.5
     assert only.decision.predicted_before_seconds == pytest.approx(
