@@ -1,0 +1,1 @@
+"""Gradual pruning: `--dyn-prune`. See docs/dynamics/pruning.md."""
