@@ -4,7 +4,7 @@ import importlib
 import sys
 
 NAMES = ("planner", "overhead", "move_bandwidth", "step_time")
-LONG = ("soak",)
+LONG = ("soak", "dynamics")
 """Run only when named."""
 
 

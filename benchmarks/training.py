@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ class Timed:
 
     step_seconds: list[float]
     """On rank 0, by step."""
+    lap_seconds: list[float]
+    """On rank 0, by step: from its start to the start of the next, with all that is done between them (rounds, moves)."""
     rounds: list[dict[str, Any]]
+    losses: list[dict[str, Any]]
+    """The lines of losses.jsonl."""
+    changes: list[dict[str, Any]]
+    """The lines of dynamics.jsonl; none without a dynamic family."""
     extra: Any = None
     """What `after` returned on rank 0."""
 
@@ -43,20 +50,25 @@ def timed_run(
     with tempfile.TemporaryDirectory() as folder:
         argv = tiny_gpt_arguments(**{**MODEL, "dyn_report_dir": folder, "dyn_record_losses": True, **flags})
         results = run_ranks(_train, world_size, argv, after, timeout_seconds=timeout_seconds)
-        path = Path(folder) / "rounds.jsonl"
-        rounds = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return Timed(step_seconds=results[0][0], rounds=rounds, extra=results[0][1])
+        rounds, losses, changes = (_lines(Path(folder) / f"{name}.jsonl") for name in ("rounds", "losses", "dynamics"))
+    step_seconds, lap_seconds, extra = results[0]
+    return Timed(step_seconds=step_seconds, lap_seconds=lap_seconds, rounds=rounds, losses=losses, changes=changes, extra=extra)
 
 
-def _train(argv: Sequence[str], after: Callable[[], Any] | None) -> tuple[list[float], Any]:
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _train(argv: Sequence[str], after: Callable[[], Any] | None) -> tuple[list[float], list[float], Any]:
     seconds: list[float] = []
+    starts: list[float] = []
     extra: list[Any] = []
 
     def around_step(original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            starts.append(time.perf_counter())
             result = original(*args, **kwargs)
-            seconds.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - starts[-1])
             return result
 
         return train_step
@@ -75,4 +87,6 @@ def _train(argv: Sequence[str], after: Callable[[], Any] | None) -> tuple[list[f
     ]
     with apply(rows):
         train_with_plugin(argv)
-    return seconds, extra[0]
+    # Behind the last step comes the end of the run, which is no part of training.
+    laps = [*(later - earlier for earlier, later in pairwise(starts)), *seconds[-1:]]
+    return seconds, laps, extra[0]

@@ -9,21 +9,16 @@ user would type; it imports nothing of the plugin.
 
 import argparse
 import json
-import os
-import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from corpus import CorpusError, build_corpus
+from job import ROOT, save_picture, torchrun, train
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_STAGES = 2
 VOCAB_SIZE = 8000
 # Sizes for two CPU cores. The vocabulary is padded to 16,384 rows, so that norm, head and loss weigh about five of these
@@ -38,17 +33,6 @@ MODEL_FLAGS = (
 # Sampled densely and decided once, since the run is short; a real job keeps the defaults.
 DYN_FLAGS = shlex.split(
     "--dyn-rebalance auto --dyn-profile-interval 2 --dyn-profile-window 4 --dyn-cooldown-steps 100 --dyn-record-losses"
-)
-_START_OF_TRAINING = "[before the start of training step]"
-_START_OF_NOISE = (
-    "Number of ",
-    "Total number of ",
-    "compute_",
-    "Activation memory",
-    "Theoretical",
-    "[Rank ",
-    "Overwriting",
-    "Params for",
 )
 
 
@@ -67,14 +51,14 @@ def main() -> int:
     report = out / "report"
     for old in report.glob("*.jsonl"):
         old.unlink()
-    command = _command(options, [*corpus.megatron_flags, "--dyn-report-dir", str(report)])
+    command = torchrun(NUM_STAGES, _flags(options, [*corpus.megatron_flags, "--dyn-report-dir", str(report)]))
     console.print(f"$ {shlex.join(command)}", soft_wrap=True, highlight=False)
-    exit_code = _train(command, out / "train.log", console)
+    exit_code = train(command, out / "train.log", console)
     if exit_code:
         sys.stderr.write(f"quickstart: error: training ended with exit code {exit_code}; see {out / 'train.log'}\n")
         return exit_code
     faster = _sum_up(report, console)
-    _save_picture(console, out / "quickstart.svg")
+    save_picture(console, out / "quickstart.svg", "make quickstart")
     console.print(f"full log: {out / 'train.log'}   report: {report}   picture: {out / 'quickstart.svg'}", soft_wrap=True)
     return 0 if faster else 1
 
@@ -90,55 +74,8 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _command(options: argparse.Namespace, more: list[str]) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_STAGES)]
-    entry = str(ROOT / "pretrain_gpt_dynamic.py")
-    return [*launcher, entry, *MODEL_FLAGS, "--train-iters", str(options.steps), *more, *DYN_FLAGS]
-
-
-def _train(command: list[str], log_path: Path, console: Console) -> int:
-    """Run the job; everything goes to the log, what a reader wants to see also to the console."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1", "COLUMNS": "110"}
-    with log_path.open("w", encoding="utf-8") as log:
-        job = subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-        assert job.stdout is not None, "the pipe asked for is there"
-        for line in _worth_seeing(job.stdout, log):
-            console.print(line, markup=False, highlight=False)
-        return job.wait()
-
-
-def _worth_seeing(lines: Iterator[str], log: IO[str]) -> Iterator[str]:
-    """Log every line; yield the training lines, shortened, and the plugin's own."""
-    training = False
-    for line in lines:
-        log.write(line)
-        text = line.rstrip()
-        training = training or text.startswith(_START_OF_TRAINING)
-        if not training:
-            if text.startswith(("dynamic balancing", "megatron_dyn")):
-                yield text
-        elif "elapsed time per iteration" in text:
-            yield _shorten(text)
-        elif text and not text.startswith((*_START_OF_NOISE, _START_OF_TRAINING, "WARNING:", "INFO:", "[after ", "\t", " ")):
-            yield text
-
-
-def _shorten(line: str) -> str:
-    """Iteration, time and loss of one of Megatron's log lines."""
-    fields = [field.strip() for field in line.split("|")]
-    step = fields[0].rpartition("iteration")[2].replace(" ", "")
-    wanted = {name: value for name, _, value in (field.partition(":") for field in fields[1:])}
-    seconds = float(wanted["elapsed time per iteration (ms)"]) / 1e3
-    return f"step {step:>7}   {seconds:6.3f} s   loss {float(wanted['lm loss']):.4f}"
-
-
-def _save_picture(console: Console, path: Path) -> None:
-    """The console as an SVG; without the web font that rich names, so that the file needs nothing from outside."""
-    picture = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="make quickstart"), flags=re.DOTALL)
-    picture = picture.replace("Fira Code", "DejaVu Sans Mono")
-    path.write_text(picture, encoding="utf-8")
+def _flags(options: argparse.Namespace, more: list[str]) -> list[str]:
+    return [*MODEL_FLAGS, "--train-iters", str(options.steps), *more, *DYN_FLAGS]
 
 
 def _sum_up(report: Path, console: Console) -> bool:
