@@ -11,6 +11,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from megatron_dyn.host.optimizer import is_expert
+
 
 class Cut(StrEnum):
     """Over which ranks the copies of a carried tensor differ."""
@@ -25,7 +27,7 @@ class Cut(StrEnum):
 
 def cut_of(parameter: torch.Tensor) -> Cut:
     """How something of a parameter's shape is cut: as the parameter is."""
-    if not getattr(parameter, "allreduce", True):
+    if is_expert(parameter):
         return Cut.EXPERT
     return Cut.TENSOR if getattr(parameter, "tensor_model_parallel", False) else Cut.NONE
 

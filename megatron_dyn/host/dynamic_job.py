@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron_dyn.host.bare_ranks import BareRanks
 from megatron_dyn.host.frozen import FrozenPrefix
 from megatron_dyn.host.gradients import layer_norms
-from megatron_dyn.host.layer_state import is_expert
+from megatron_dyn.host.optimizer import is_expert
 from megatron_dyn.host.refit import Refitter
 from megatron_dyn.host.workplace import Workplace
 from megatron_dyn.ports import JobError

@@ -5,7 +5,7 @@ input takes no gradient, and what it sends back is a tensor of zeros of the righ
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
@@ -17,6 +17,14 @@ from megatron_dyn.host.seams import Seam
 from megatron_dyn.host.stage import StageModel
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+def prefix_length(frozen_layers: Collection[int], *, embedding_frozen: bool) -> int:
+    """Layers that need no backward at all: all before the first that trains, where the embedding does not train either."""
+    count = 0
+    while embedding_frozen and count in frozen_layers:
+        count += 1
+    return count
 
 
 class FrozenPrefix:
@@ -38,14 +46,7 @@ class FrozenPrefix:
     def freeze(self, frozen_layers: frozenset[int], *, embedding_frozen: bool) -> None:
         """What is frozen from the next step on. Layers count from the first; none of them without the embedding."""
         self._embedding = embedding_frozen
-        self._num_layers = 0
-        while embedding_frozen and self._num_layers in frozen_layers:
-            self._num_layers += 1
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that need no backward at all: all before the first that trains."""
-        return self._num_layers
+        self._num_layers = prefix_length(frozen_layers, embedding_frozen=embedding_frozen)
 
     def rows(self) -> tuple[Seam, ...]:
         """The ledger rows."""

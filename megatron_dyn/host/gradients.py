@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_dyn.host.grad_norm import exact_norm, exponent_of, sum_squares
+from megatron_dyn.host.optimizer import is_expert
 from megatron_dyn.host.sharded import ShardEditor
 from megatron_dyn.host.workplace import Workplace
 
@@ -50,8 +51,8 @@ def _speaks_for_shards(parameter: torch.Tensor) -> bool:
         group = parallel_state.get_inter_distributed_optimizer_instance_group()
         if dist.get_rank(group) != 0:
             return False
-    expert, cut = not getattr(parameter, "allreduce", True), getattr(parameter, "tensor_model_parallel", False)
-    return expert or bool(cut) or parallel_state.get_tensor_model_parallel_rank() == 0
+    cut = getattr(parameter, "tensor_model_parallel", False)
+    return is_expert(parameter) or bool(cut) or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _merged(workplace: Workplace, mine: dict[int, int], join: Callable[[int, int], int], what: str) -> dict[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_dyn.host.optimizer import Membership, ParameterState
+from megatron_dyn.host.optimizer import Membership, ParameterState, is_expert
 from megatron_dyn.host.parking import PARKED, parked_child
 from megatron_dyn.migrate import CodecError, Key, LayerState
 
@@ -24,11 +24,6 @@ class Trainable:
     """None where the optimizer's state is sharded and travels by itself."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     group_step: Any = None
-
-
-def is_expert(parameter: torch.Tensor) -> bool:
-    """Whether the parameter is one of an expert's, with data-parallel groups and buffers of its own."""
-    return not getattr(parameter, "allreduce", True)
 
 
 def export_layer(

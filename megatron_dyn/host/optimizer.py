@@ -51,6 +51,11 @@ class ScalarTensor:
         return torch.tensor(self.value, dtype=getattr(torch, self.dtype), device=device)
 
 
+def is_expert(parameter: torch.Tensor) -> bool:
+    """Whether the parameter is one of an expert's, with data-parallel groups and buffers of its own."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def numbers_and_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A torch optimizer's state of one parameter, parted into plain values and live tensors of the parameter's size."""
     numbers, tensors = {}, {}

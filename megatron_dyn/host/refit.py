@@ -6,7 +6,7 @@ within the data-parallel group, one parameter at a time.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,20 @@ Name = tuple[str, str]
 """Unit (`layer 3`, `stage 0 chunk 0`) and name of a parameter in it: the same on every rank that holds it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter is on this rank."""
+
+    name: Name
+    home: torch.nn.Module | None
+    """The layer or embedding that carries what is parked of it; None for one that never freezes."""
+    name_at_home: str
+
+
+Places = Mapping[torch.Tensor, Place]
+"""Of every parameter here, in the model's order. Made once for each change, and never kept: layers move away."""
+
+
 class Refitter:
     """One per rank."""
 
@@ -38,7 +52,8 @@ class Refitter:
 
     def set_trainable(self, frozen_layers: frozenset[int], *, embedding_frozen: bool, park: bool) -> None:
         """See ports.Job."""
-        wanted = self._wanted(frozen_layers, embedding_frozen=embedding_frozen)
+        places = self._places()
+        wanted = self._wanted(places, frozen_layers, embedding_frozen=embedding_frozen)
         changed = {parameter for parameter, trains in wanted.items() if parameter.requires_grad != trains}
         # Everybody comes here, whatever changes here: a save in flight refers to the tensors that it was started with.
         finish_saves()
@@ -50,9 +65,9 @@ class Refitter:
         for chunk in chunks:
             chunk.sync_parameters()
         if isinstance(self._editor, ListEditor):
-            self._refit_lists(self._editor, chunks, wanted, park=park, hooks_on=hooks_on)
+            self._refit_lists(self._editor, chunks, places, wanted, park=park, hooks_on=hooks_on)
         else:
-            self._refit_shards(self._editor, chunks, wanted, park=park, hooks_on=hooks_on)
+            self._refit_shards(self._editor, chunks, places, wanted, park=park, hooks_on=hooks_on)
 
     def count_steps(self) -> float | None:
         """How many steps the parameters that train have made, also where none of them is; None before the first one, or where
@@ -73,13 +88,13 @@ class Refitter:
         step: object = self._parking.numbers.get("step", group_step)
         return None if step is None else float(getattr(step, "value", step))
 
-    def _wanted(self, frozen_layers: frozenset[int], *, embedding_frozen: bool) -> dict[torch.Tensor, bool]:
+    def _wanted(self, places: Places, frozen_layers: frozenset[int], *, embedding_frozen: bool) -> dict[torch.Tensor, bool]:
         """Whether each parameter here is to train; parameters that never did stay as they are."""
         frozen_units = {f"layer {layer}" for layer in frozen_layers}
-        frozen = {parameter for parameter, (unit, _) in self._names().items() if unit in frozen_units}
+        frozen = {parameter for parameter, place in places.items() if place.name[0] in frozen_units}
         if embedding_frozen:
             frozen |= self._embedding_parameters()
-        return {parameter: parameter not in frozen for parameter, name in self._names().items() if name in self._members}
+        return {parameter: parameter not in frozen for parameter, place in places.items() if place.name in self._members}
 
     def _embedding_parameters(self) -> set[torch.Tensor]:
         """Those of the embedding, but for a table that the head or MTP layers use as well: there it goes on training."""
@@ -95,6 +110,7 @@ class Refitter:
         self,
         editor: ListEditor,
         chunks: Sequence[ModelChunk],
+        places: Places,
         wanted: Mapping[torch.Tensor, bool],
         *,
         park: bool,
@@ -105,8 +121,8 @@ class Refitter:
         states = editor.export(freezing) if park else {}
         _release(chunks)
         for parameter, state in states.items():
-            self._parking.put(*self._home(parameter), parameter, state)
-        added = {parameter: self._taken(parameter) for parameter in thawing}
+            self._park(places[parameter], parameter, state)
+        added = {parameter: self._taken(places[parameter], parameter) for parameter in thawing}
         editor.edit(removed=freezing, added=added, order=self._stage.parameters())
         for parameter in freezing:
             parameter.main_param = None  # type: ignore[attr-defined]
@@ -119,6 +135,7 @@ class Refitter:
         self,
         editor: ShardEditor,
         chunks: Sequence[ModelChunk],
+        places: Places,
         wanted: Mapping[torch.Tensor, bool],
         *,
         park: bool,
@@ -135,11 +152,11 @@ class Refitter:
         for parameter in [parameter for chunk in chunks for parameter in chunk.ddp.parameters()]:
             state = None
             if parameter in trained:
-                state = self._whole(parameter, before.pop(parameter, None), ranges.get(parameter))
+                state = self._whole(places[parameter], parameter, before.pop(parameter, None), ranges.get(parameter))
             if park and state is not None and not parameter.requires_grad:
-                self._parking.put(*self._home(parameter), parameter, state)
+                self._park(places[parameter], parameter, state)
             if parameter.requires_grad and state is None:
-                state = self._taken(parameter)
+                state = self._taken(places[parameter], parameter)
             if parameter in borders and state is not None:
                 after[parameter] = _cut(state, borders[parameter])
         # What is left belongs to chunks that stay as they are.
@@ -147,19 +164,20 @@ class Refitter:
         editor.let_go()
         for chunk in chunks:
             chunk.rewrap(hooks_on=hooks_on[chunk.index])
-        names = self._names()
 
         def assemble(parameter: torch.Tensor, owned: tuple[int, int]) -> ParameterState:
             if owned != borders.get(parameter):
-                raise JobError(f"{names[parameter]}: planned elements {borders.get(parameter)}, Megatron owns {owned}")
+                raise JobError(f"{places[parameter].name}: planned elements {borders.get(parameter)}, Megatron owns {owned}")
             return after.pop(parameter)
 
-        members = {parameter: self._members[name] for parameter, name in names.items() if parameter.requires_grad}
+        members = {parameter: self._members[place.name] for parameter, place in places.items() if parameter.requires_grad}
         editor.rebuild(members, assemble)
 
-    def _whole(self, parameter: torch.Tensor, state: ParameterState | None, borders: tuple[int, int] | None) -> ParameterState:
+    def _whole(
+        self, place: Place, parameter: torch.Tensor, state: ParameterState | None, borders: tuple[int, int] | None
+    ) -> ParameterState:
         """The state of all elements of a sharded parameter, put together over its data-parallel group."""
-        membership = self._members[self._names()[parameter]]
+        membership = self._members[place.name]
         group = self._chain[membership.chain].data_parallel_group
         whole = self._parking.fresh(parameter, membership, self._group_step(membership))
 
@@ -178,45 +196,43 @@ class Refitter:
             tensors={kind: joined(kind, like) for kind, like in whole.tensors.items()},
         )
 
-    def _taken(self, parameter: torch.Tensor) -> ParameterState:
-        membership = self._members[self._names()[parameter]]
-        return self._parking.take(*self._home(parameter), parameter, membership, self._group_step(membership))
+    def _park(self, place: Place, parameter: torch.Tensor, state: ParameterState) -> None:
+        self._parking.put(_home(place), place.name_at_home, parameter, state)
+
+    def _taken(self, place: Place, parameter: torch.Tensor) -> ParameterState:
+        membership = self._members[place.name]
+        return self._parking.take(_home(place), place.name_at_home, parameter, membership, self._group_step(membership))
 
     def _group_step(self, membership: Membership) -> object:
         step: object = self._chain[membership.chain].optimizer.param_groups[membership.group].get("step")
         return step
 
-    def _home(self, parameter: torch.Tensor) -> tuple[torch.nn.Module, str]:
-        """The module that carries what is parked of a parameter, and the parameter's name in it."""
-        homes = list(self._stage.layers.values())
-        homes += [chunk.model.embedding for chunk in self._stage.chunks if chunk.has_embedding]
-        for home in homes:
-            for name, own in home.named_parameters():
-                if own is parameter:
-                    return home, name
-        raise JobError(f"{self._names()[parameter]}: neither in a layer nor in the embedding")
-
-    def _names(self) -> dict[torch.Tensor, Name]:
-        """Every parameter here, in the model's order."""
-        names: dict[torch.Tensor, Name] = {}
+    def _places(self) -> dict[torch.Tensor, Place]:
+        places: dict[torch.Tensor, Place] = {}
         for chunk in self._stage.chunks:
-            in_layers = {
-                parameter: (f"layer {layer}", name)
-                for layer, module in chunk.layers.items()
-                for name, parameter in module.named_parameters()
-            }
             unit = f"stage {self._stage.pp_rank} chunk {chunk.index}"
+            homes = {f"layer {layer}": module for layer, module in chunk.layers.items()}
+            if chunk.has_embedding:
+                homes[unit] = chunk.model.embedding
+            at_home = {own: (of, home, name) for of, home in homes.items() for name, own in home.named_parameters()}
             for name, parameter in chunk.ddp.module.named_parameters():
-                names[parameter] = in_layers.get(parameter, (unit, name))
-        return names
+                of, home, name_at_home = at_home.get(parameter, (unit, None, ""))
+                places[parameter] = Place((of, name if of == unit else name_at_home), home, name_at_home)
+        return places
 
     def _gather_members(self) -> dict[Name, Membership]:
-        names = self._names()
-        mine = {names[parameter]: state.membership for parameter, state in self._editor.states().items()}
+        places = self._places()
+        mine = {places[parameter].name: state.membership for parameter, state in self._editor.states().items()}
         members: dict[Name, Membership] = {}
         for theirs in self._collective.gather(mine, "optimizer groups of all parameters"):
             members |= theirs
         return members
+
+
+def _home(place: Place) -> torch.nn.Module:
+    if place.home is None:
+        raise JobError(f"{place.name}: neither in a layer nor in the embedding")
+    return place.home
 
 
 def _release(chunks: Sequence[ModelChunk]) -> None:

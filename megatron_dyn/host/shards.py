@@ -11,8 +11,7 @@ from megatron.core import parallel_state
 
 from megatron_dyn.host.buffer_layout import owned_ranges, takes_layout
 from megatron_dyn.host.chunk import ModelChunk
-from megatron_dyn.host.layer_state import is_expert
-from megatron_dyn.host.optimizer import Membership, ParameterState
+from megatron_dyn.host.optimizer import Membership, ParameterState, is_expert
 from megatron_dyn.host.sharded import ShardEditor
 from megatron_dyn.host.stage import StageModel
 from megatron_dyn.migrate import Manifest, Ranges, Shard, ShardKey, ShardNote, Staged

@@ -12,6 +12,7 @@ from megatron_dyn.dynamics.freezing.cache import PrefixCache
 from megatron_dyn.dynamics.freezing.plasticity import PlasticityState
 from megatron_dyn.dynamics.freezing.reference import attach_reference, copy_reference, plasticity
 from megatron_dyn.dynamics.freezing.settings import FLAG, EmbeddingRule, FreezeSettings, FrozenState, Method
+from megatron_dyn.host.frozen import prefix_length
 from megatron_dyn.ports import Change, Dynamic, Job
 
 
@@ -139,11 +140,8 @@ class Freezing(Dynamic):
 
     @property
     def _num_idle(self) -> int:
-        """Layers that need no backward: all before the first that trains, where the embedding does not train either."""
-        count = 0
-        while self._embedding and count in self._frozen:
-            count += 1
-        return count
+        """Layers that need no backward."""
+        return prefix_length(self._frozen, embedding_frozen=self._embedding)
 
     def _due(self, step: int) -> tuple[frozenset[int], bool]:
         """(layers, embedding) to be frozen after `step` finished iterations."""

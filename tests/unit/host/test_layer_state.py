@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dyn.host.layer_state import Trainable, export_layer, is_expert, load_layer
-from megatron_dyn.host.optimizer import Membership, ParameterState
+from megatron_dyn.host.layer_state import Trainable, export_layer, load_layer
+from megatron_dyn.host.optimizer import Membership, ParameterState, is_expert
 from megatron_dyn.migrate import CodecError, Key, LayerState
 
 LAYER = 5
